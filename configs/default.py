@@ -1,0 +1,171 @@
+"""Every field of every experiment, with its unit and the reason of its default. Other configs are short diffs.
+
+    python -m experiments.train --config=configs/default.py --config.credit.name=gae --config.rl.updates=100
+"""
+
+from ml_collections import config_dict
+
+
+def _model():
+    c = config_dict.ConfigDict()
+    c.source = "tiny"  # 'tiny' (built in, from scratch) | 'smollm2' (after `make smollm2`) | path of a .gguf | folder with safetensors
+    c.width = 64  # the sizes below count for 'tiny' only
+    c.layers = 2
+    c.heads = 4
+    c.kv_heads = 4
+    c.head_size = 16
+    c.ffn = 192  # SwiGLU hidden size
+    c.rope_theta = 10_000.0
+    c.window = 0  # tokens a query sees back, 0 = all
+    c.dtype = "float32"  # compute dtype of activations and matmuls; masters stay float32 ('bfloat16' on accelerators)
+    return c
+
+
+def _env():
+    c = config_dict.ConfigDict()
+    c.name = "tool_calls"  # a module of rsi_jax/envs
+    c.tool_calls = config_dict.ConfigDict(
+        dict(
+            horizon=64,  # turns per episode
+            goals=0,  # sub-goals per episode, 0 = horizon // 4
+            slack=0,  # wasted turns allowed, 0 = max(1, horizon // 32)
+            listed=4,  # tools listed, one per purpose
+            late=True,  # sub-goals in the second half only
+            penalty=0.02,  # reward lost per tool call on a small-talk turn
+        )
+    )
+    c.jsonl = config_dict.ConfigDict()  # configs/jsonl.py: prompts from config.data.path, reward from config.reward
+    return c
+
+
+def _lm():
+    c = config_dict.ConfigDict()
+    c.updates = 200  # optimizer updates
+    c.batch_rows = 20  # packed rows per update
+    c.row_tokens = 512  # tokens per packed row
+    c.lr = 3e-3
+    c.warmup = 10  # updates
+    c.schedule = "cosine"  # 'constant' | 'linear' | 'cosine'
+    c.clip = 1.0  # gradient norm, 0 = none
+    c.weight_decay = 0.0
+    c.data = "demonstrations"  # 'demonstrations' (of the environment) | 'jsonl' (chat messages) | 'text'
+    c.path = ""  # file of 'jsonl' and 'text'
+    c.short_horizon = 4  # turns of an un-hinted demonstration
+    c.short_share = 0.8  # share of un-hinted short demonstrations; the rest is hinted and of the RL horizon
+    c.hinted_turns = 6  # sub-goal turns that carry a reminder in a long demonstration
+    c.long_recall = False  # also train un-hinted recall in long demonstrations (the reference that needs demonstrations)
+    return c
+
+
+def _rl():
+    c = config_dict.ConfigDict()
+    c.updates = 60  # optimizer steps = batches of rollouts (times epochs * minibatches)
+    c.groups = 8  # tasks per batch
+    c.group_size = 8  # rollouts per task
+    c.lr = 2e-3
+    c.warmup = 5  # updates: the first Adam steps are full-sized whatever the gradient is
+    c.schedule = "constant"
+    c.weight_decay = 0.0
+    c.epochs = 1  # passes over a batch
+    c.minibatches = 1  # updates per pass
+    c.micro_batch = 0  # rollouts per forward, 0 = the whole minibatch; any value gives the same gradient
+    c.dynamic_rounds = 0  # DAPO: rounds of resampling groups without signal, 0 = off
+    c.overlong_buffer = 0  # DAPO: tokens before the turn budget over which a length penalty grows to 1, 0 = off
+    c.stop_at = 2.0  # end the stage when the running success reaches this, 2 = never
+    c.max_generated = 0  # end the stage after this many sampled tokens, 0 = no limit
+    c.max_minutes = 0.0  # end the stage after this wall time, 0 = no limit
+    c.surrogate = "ppo"  # 'ppo' | 'cispo' | 'gspo'
+    c.ratio_level = ""  # '' = the surrogate's own | 'token' | 'sequence'
+    c.aggregation = "token_mean"  # 'token_mean' | 'sequence_mean' | 'prompt_mean' | 'constant'
+    c.aggregation_constant = 0.0  # tokens per sequence, for 'constant' (Dr.GRPO)
+    c.clip_low = 0.2
+    c.clip_high = 0.2
+    c.dual_clip = 0.0  # 0 = off, else > 1
+    c.kl_coef = 0.0  # KL to the policy at the start of the stage, in the loss
+    c.kl_estimator = "k3+"  # 'k1' | 'k2' | 'k3' | 'k3+'
+    c.kl_in_reward = 0.0  # the same KL taken off the rewards instead
+    c.entropy_coef = 0.0
+    c.value_coef = 0.5
+    c.value_clip = 0.2
+    c.outcome_clip = 1.0  # norm of the outcome gradient, 0 = none
+    c.feedback_clip = 1.0  # norm of the feedback gradient, 0 = none: each is clipped on its own
+    c.parity_tol = 1e-3  # nats: refuse to train when the sampler's log-probs differ more from the trainer's
+    return c
+
+
+def _credit():
+    c = config_dict.ConfigDict()
+    c.name = "textual_feedback"  # any public function of rsi_jax/credit; its knobs stand below under its name
+    return c
+
+
+def _feedback():
+    c = config_dict.ConfigDict()
+    c.rules = ("failed_tool_call", "malformed_call")  # functions of rsi_jax/feedback/locate.py, first match wins
+    c.long_answer = config_dict.ConfigDict(dict(max_words=25))  # knobs of the rule of that name
+    c.hint = "template"  # 'template' | 'empty' | 'irrelevant' | 'shuffled' | 'wrong' | 'oracle' | 'policy'
+    c.templates = config_dict.ConfigDict(
+        dict(failed_tool_call="reminder {tools}", malformed_call="reminder {tools}", long_answer="")
+    )
+    c.wrong = config_dict.ConfigDict(
+        dict(failed_tool_call="reminder {wrong_tools}", malformed_call="reminder {wrong_tools}", long_answer="")
+    )
+    c.oracle = "reminder {right}"
+    c.irrelevant = "reminder weather lunch news music traffic sports travel garden"
+    c.per_rollout = 4  # hinted turns per rollout at most
+    c.teacher = "frozen"  # 'live' | 'ema' | 'frozen' | 'snapshot'
+    c.teacher_rate = 0.05  # ema: share of the policy taken per update
+    c.teacher_every = 10  # snapshot: updates between copies
+    c.warmup = 1  # updates over which the weight rises
+    c.decay = 0  # updates over which the weight falls to 0, 0 = never
+    c.off_at = 1.0  # running success at which the weight is 0 (fades over the 0.2 below); 2 = never
+    c.min_gain = -1.0  # measured hint gain below which feedback is gated off; -1 = never
+    return c
+
+
+def _evaluation():
+    c = config_dict.ConfigDict()
+    c.episodes = 128  # per evaluation during training
+    c.final_episodes = 512  # before and after each RL stage
+    c.every = 10  # updates between evaluations, 0 = only before and after
+    c.seed = 1_000_003  # tasks of evaluation, apart from those of training
+    c.samples = 3  # transcripts kept for the report
+    c.perplexity_text = ""  # text file whose perplexity is watched, '' = none
+    return c
+
+
+def get_config():
+    c = config_dict.ConfigDict()
+    c.seed = 0
+    c.stages = ("lm", "rl")  # run in this order
+    c.run_dir = ""  # '' = runs/<config name>-<digest of the effective config>
+    c.init_from = ""  # run folder whose last stage that is also ours (before rl) is taken over instead of trained
+    c.reward = ""  # 'module:function' of configs/jsonl.py
+    c.data = config_dict.ConfigDict(dict(path=""))  # JSONL of configs/jsonl.py
+    c.model = _model()
+    c.env = _env()
+    c.rollout = config_dict.ConfigDict(
+        dict(
+            capacity=448,  # tokens of context per rollout
+            slots=64,  # streams decoded at a time; any value gives the same rollouts
+        )
+    )
+    c.sample = config_dict.ConfigDict(
+        dict(
+            temperature=1.0,
+            top_k=0,  # 0 = off
+            top_p=1.0,  # 1 = off
+            max_tokens=4,  # per turn, the stop token included
+        )
+    )
+    c.lm = _lm()
+    c.rl = _rl()
+    c.optimizer = config_dict.ConfigDict(dict(name="adamw", b1=0.9, b2=0.95))  # 'adamw' | 'muon'
+    c.credit = _credit()
+    c.feedback = _feedback()
+    c.evaluation = _evaluation()
+    c.checkpoint = config_dict.ConfigDict(dict(every=20, keep=2))  # updates between saves; steps kept
+    c.track = ()  # extra trackers: 'wandb', 'trackio'
+    c.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1, context=1))  # devices per axis, -1 = what is left
+    c.compute = config_dict.ConfigDict(dict(chunk=512, remat=False))  # tokens scored at a time; recompute layers
+    return c

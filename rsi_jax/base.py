@@ -1,0 +1,277 @@
+"""Core types of rsi_jax. The only types that rooms share.
+
+Dimension key (array names end in these letters):
+  B rollouts   T tokens      S segments      K views       U span tokens of a view   N hint tokens
+  V vocabulary D width       F ffn           H query heads J kv heads                C head size
+  L layers     G group size  O tokens of one appended chunk                          A sampled tokens of one turn
+
+Log-probs are natural logs (nats), float32, and 0 where a token was not sampled by the policy.
+Masks are boolean, True = keep. Token ids never tell what a token is: kinds, lengths and finish reasons come from
+`Segments`, which the sampler fills (a pad id may equal the end-of-sequence id).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+# Kinds of a segment.
+PROMPT, ACTION, OBSERVATION = 0, 1, 2
+# Why a segment ended: NOT_SAMPLED for prompts and observations; STOP = a stop token was sampled; LENGTH = the token
+# budget of the turn or of the context ran out; ENV = the environment ended the episode after this action.
+NOT_SAMPLED, STOP, LENGTH, ENV = 0, 1, 2, 3
+
+NO_PARENT = -1
+NO_ANCHOR = -1
+
+
+@flax.struct.dataclass
+class Segments:
+    """Contiguous spans of each rollout, in time order, capacity S. Unused rows have length 0.
+
+    start_BS     int32   first token of the span.
+    length_BS    int32   tokens in the span; 0 = unused row.
+    kind_BS      int32   PROMPT | ACTION | OBSERVATION.
+    reward_BS    float32 reward that lands when the span ends (the sum over S is the return of the rollout).
+    discount_BS  float32 discount applied after the span, in [0, 1]; 0 = terminal.
+    finish_BS    int32   NOT_SAMPLED | STOP | LENGTH | ENV.
+    anchor_BS    int32   hash of the environment state before the span (anchor groups); NO_ANCHOR if unknown.
+    parent_BS    int32   segment it was branched from, for trees; NO_PARENT if none.
+    """
+
+    start_BS: chex.Array
+    length_BS: chex.Array
+    kind_BS: chex.Array
+    reward_BS: chex.Array
+    discount_BS: chex.Array
+    finish_BS: chex.Array
+    anchor_BS: chex.Array
+    parent_BS: chex.Array
+
+
+@flax.struct.dataclass
+class Views:
+    """Hinted re-readings, capacity K = B * (views per rollout), grouped by rollout in order; unused rows: weight 0.
+
+    A view reads trunk[:insert_at], hint, trunk[insert_at : span_start + span_length] and is scored on the span.
+
+    rollout_K      int32   row of the rollout.
+    insert_at_K    int32   trunk index before which the hint stands; insert_at <= span_start.
+    span_start_K   int32   first scored token (trunk index).
+    span_length_K  int32   scored tokens; 0 = unused row.
+    hint_KN        int32   hint tokens, padded on the right.
+    hint_length_K  int32   hint tokens used; 0 = empty hint.
+    source_K       int32   index of the locating rule; -1 = unused row.
+    weight_K       float32 weight of the view (>= 0; 0 = unused or gated off).
+    polarity_K     float32 +1 = move toward the hinted reading, -1 = contrast.
+    """
+
+    rollout_K: chex.Array
+    insert_at_K: chex.Array
+    span_start_K: chex.Array
+    span_length_K: chex.Array
+    hint_KN: chex.Array
+    hint_length_K: chex.Array
+    source_K: chex.Array
+    weight_K: chex.Array
+    polarity_K: chex.Array
+
+
+@flax.struct.dataclass
+class Rollout:
+    """The one data structure: a batch of trajectories, each ONE token stream, as columns.
+
+    Stored when sampled:
+      tokens_BT  int32    prompt, actions and observations; right-padded, pad id arbitrary.
+      logp_BT    float32  log-prob of each sampled token as sampled (same temperature and support); 0 off-mask.
+      kept_mass_BT float32 probability mass of the sampling support (1 without top-k / top-p); 1 off-mask.
+      group_B    int32    rollouts with the same id share a task and a baseline; ids in [0, B).
+      segments   Segments
+      weight_B   float32  0 = masked from the loss (an infrastructure failure, a padding row), 1 = trained on.
+      chain_B    int32    rollouts with the same id are one chain (self-summaries); [0, B).
+    Added by stages (None until computed):
+      ref_logp_BT  float32 log-prob of the sampled tokens under the reference policy; 0 off-mask.
+      value_BT     float32 critic before each sampled token; 0 off-mask.
+      views        Views   hinted re-readings.
+      view_logp_KU float32 teacher log-prob of each sampled span token with the hint; 0 outside the span.
+    """
+
+    tokens_BT: chex.Array
+    logp_BT: chex.Array
+    kept_mass_BT: chex.Array
+    group_B: chex.Array
+    segments: Segments
+    weight_B: chex.Array
+    chain_B: chex.Array
+    ref_logp_BT: chex.Array | None = None
+    value_BT: chex.Array | None = None
+    views: Views | None = None
+    view_logp_KU: chex.Array | None = None
+
+    @property
+    def length_B(self) -> chex.Array:
+        """Tokens in use per rollout."""
+        s = self.segments
+        return jnp.max(jnp.where(s.length_BS > 0, s.start_BS + s.length_BS, 0), axis=1)
+
+    @property
+    def segment_BT(self) -> chex.Array:
+        """Segment index of each token; -1 on padding."""
+        return jax.vmap(_segment_of_token, in_axes=(0, 0, None))(
+            self.segments.start_BS, self.segments.length_BS, self.tokens_BT.shape[1]
+        )
+
+    @property
+    def mask_BT(self) -> chex.Array:
+        """True where the policy sampled the token."""
+        segment_BT = self.segment_BT
+        kind_BT = jnp.take_along_axis(self.segments.kind_BS, jnp.maximum(segment_BT, 0), axis=1)
+        return (segment_BT >= 0) & (kind_BT == ACTION)
+
+    @property
+    def turn_BS(self) -> chex.Array:
+        """Turn of each segment: the number of ACTION segments up to and including it, minus 1 (-1 = before any)."""
+        s = self.segments
+        return jnp.cumsum((s.kind_BS == ACTION) & (s.length_BS > 0), axis=1) - 1
+
+    @property
+    def turn_BT(self) -> chex.Array:
+        """Turn of each token (an ACTION and what follows it up to the next); -1 on prompt and padding."""
+        segment_BT = self.segment_BT
+        turn_BT = jnp.take_along_axis(self.turn_BS, jnp.maximum(segment_BT, 0), axis=1)
+        return jnp.where(segment_BT >= 0, turn_BT, -1)
+
+    @property
+    def return_B(self) -> chex.Array:
+        """Undiscounted sum of the rewards of each rollout."""
+        return jnp.sum(jnp.where(self.segments.length_BS > 0, self.segments.reward_BS, 0.0), axis=1)
+
+
+def _segment_of_token(start_S: chex.Array, length_S: chex.Array, tokens: int) -> chex.Array:
+    used_S = length_S > 0
+    index_S = jnp.arange(start_S.shape[0])
+    opened_T = jnp.full(tokens, -1).at[jnp.where(used_S, start_S, tokens)].max(index_S, mode="drop")
+    segment_T = jax.lax.cummax(opened_T)
+    end_T = jnp.where(segment_T >= 0, (start_S + length_S)[segment_T], 0)
+    return jnp.where(jnp.arange(tokens) < end_T, segment_T, -1).astype(jnp.int32)
+
+
+@flax.struct.dataclass
+class Divergence:
+    """Which divergence pulls the student to the teacher on a view, all fields static.
+
+    name         'forward_kl' KL(T || S) | 'reverse_kl' KL(S || T) | 'jsd' generalised Jensen-Shannon | 'sampled'.
+    alpha        jsd only, in (0, 1): m = (1 - alpha) S + alpha T; the value is divided by 4 alpha (1 - alpha), so that
+                 its scale stays constant over alpha and 1/2 is the Jensen-Shannon divergence.
+    top_k        0 = exact over the vocabulary; k > 0 = union of the student's and the teacher's top k, and one tail bucket.
+    clip         per-token ceiling in nats (0 = none).
+    temperature  of both distributions, > 0.
+    """
+
+    name: str = flax.struct.field(pytree_node=False, default="forward_kl")
+    alpha: float = flax.struct.field(pytree_node=False, default=0.5)
+    top_k: int = flax.struct.field(pytree_node=False, default=0)
+    clip: float = flax.struct.field(pytree_node=False, default=0.0)
+    temperature: float = flax.struct.field(pytree_node=False, default=1.0)
+
+
+@flax.struct.dataclass
+class Credit:
+    """What a credit variant says of each token; the loss needs nothing else.
+
+    adv_BT         float32 advantage of each sampled token; 0 off-mask. A gradient never flows through it.
+    value_target_BT float32 regression target of the critic, or None when the variant has no critic.
+    view_weight_K  float32 weight of each view's divergence, or None when the variant uses no views.
+    divergence     Divergence of the views (static).
+    metrics        scalars to log.
+    """
+
+    adv_BT: chex.Array
+    value_target_BT: chex.Array | None = None
+    view_weight_K: chex.Array | None = None
+    divergence: Divergence = Divergence()
+    metrics: Mapping[str, chex.Array] = flax.struct.field(default_factory=dict)
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a step reads and writes; a checkpoint is this and the host's cursor.
+
+    step     int32   optimizer updates done in this stage.
+    params   pytree  the policy (and its value head).
+    opt      pytree  optimizer state.
+    teacher  pytree  the teacher's own weights, or None for a live teacher.
+    ref      pytree  reference policy for the KL term, or None.
+    aux      dict of scalars and arrays that learn or remember: schedules, baselines, measured hint gain.
+    """
+
+    step: chex.Array
+    params: Any
+    opt: Any
+    teacher: Any = None
+    ref: Any = None
+    aux: Mapping[str, chex.Array] = flax.struct.field(default_factory=dict)
+
+
+CreditFn = Callable[[Rollout], Credit]
+
+
+class Message(TypedDict):
+    """One chat message on the host, a plain dict. role: 'system' | 'user' | 'tool' | 'assistant'."""
+
+    role: str
+    content: str
+
+
+@dataclasses.dataclass
+class TurnRecord:
+    """One action of a transcript, with the places of its tokens in the rollout.
+
+    shown: the messages that came in just before the action (the prompt for turn 0); reply: those that answered it.
+    start, length: span of the sampled tokens. insert_at: where a hint message may stand (before the assistant header).
+    finish: STOP | LENGTH | ENV. info: what the environment knows (metrics only; locating rules must not read it).
+    """
+
+    shown: list[Message]
+    text: str
+    start: int
+    length: int
+    insert_at: int
+    finish: int
+    reply: list[Message] = dataclasses.field(default_factory=list)
+    reward: float = 0.0
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Transcript:
+    """The text of one rollout, on the host. `seed` names the task; `tokens` is the whole stream as sampled."""
+
+    seed: int
+    group: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    turns: list[TurnRecord] = dataclasses.field(default_factory=list)
+    truncated: bool = False
+
+    @property
+    def score(self) -> float:
+        """Undiscounted return."""
+        return sum(turn.reward for turn in self.turns)
+
+
+class InputError(ValueError):
+    """Bad input from the user: one line that names the file, field or sample and the mend. Commands exit with 2."""
+
+
+def require(rollout: Rollout, *columns: str) -> None:
+    """Raises at trace time when a column that a function needs has not been computed.
+
+    Raises: ValueError naming the missing columns and the stage that adds them.
+    """
+    missing = [name for name in columns if getattr(rollout, name) is None]
+    if missing:
+        raise ValueError(f"rollout has no column {', '.join(missing)}: add it in annotate (scored) or feedback.add (views)")

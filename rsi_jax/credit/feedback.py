@@ -1,0 +1,165 @@
+"""Credit from textual feedback, and the control arm that uses its locations without its words.
+
+Both wrap another credit function (`inner`) and leave its advantages where they are; both read rollout.views, and open
+the same gate on them. A view is used if it has a weight and a span, its rollout is trained on (weight_B > 0), and the
+gate lets it through.
+"""
+
+import difflib
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rsi_jax import base, masked
+from rsi_jax.credit import rewards
+
+NEEDS: dict[str, tuple[str, ...]] = {"textual_feedback": ("views",), "locator_penalty": ("views",)}
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "sampled")
+
+
+def textual_feedback(
+    rollout: base.Rollout,
+    *,
+    inner: base.CreditFn,
+    weight: chex.Array | float = 1.0,
+    divergence: str = "forward_kl",
+    alpha: float = 0.5,
+    top_k: int = 0,
+    clip: float = 0.0,
+    temperature: float = 1.0,
+    failed_only: bool = False,
+    success_return: float | None = None,
+) -> base.Credit:
+    """Adds to `inner` the pull of each located span toward what the policy says of it once hinted.
+
+      loss += Σ_k view_weight_k * mean over the span of D(teacher, student),  view_weight_k = weight * w_k p_k / n
+
+    with w and p the weight and polarity of the view and n the number of used views of the whole batch: for views of
+    weight and polarity 1, `weight` times the mean over views of the mean over tokens, for any micro-batching. With
+    weight = 0, or without views: `inner`, to the bit. The term does not vanish at the optimum of the reward: anneal
+    `weight` (it may be traced) or gate it where that matters.
+
+    Args:
+      rollout: needs views, and the columns that `inner` needs.
+      inner: credit function that makes the advantages.
+      weight: scale of the term against the policy loss, >= 0.
+      divergence: one of DIVERGENCES. forward_kl raises what the teacher says and the student never samples;
+        reverse_kl and sampled mostly suppress what the student samples.
+      alpha, top_k, clip, temperature: of base.Divergence.
+      failed_only: use only views of rollouts that failed: whose return is below success_return.
+      success_return: in units of the return; None = the best return of its group (then a group in which all
+        failed alike has no failed rollout: give a number to teach there).
+
+    Raises: ValueError without views, or if `inner` uses views itself; base.InputError for a knob out of range.
+
+    Source: SDPO (https://arxiv.org/abs/2601.20802); SDFT (https://arxiv.org/abs/2601.19897).
+    Differs: hints stand at the located turn and only its span is scored; one weight per view, not per token, so a
+      long span pulls no harder than a short one.
+    """
+    _check(rollout)
+    _check_divergence(divergence, alpha, top_k, clip, temperature)
+    credit = inner(rollout)
+    if credit.view_weight_K is not None:
+        raise ValueError("textual_feedback wraps a credit function that uses views itself: give it another inner")
+    used_K = _used(rollout, failed_only, success_return)
+    n = jnp.maximum(masked.count(used_K), 1.0)
+    view_weight_K = weight * masked.zero(rollout.views.weight_K * rollout.views.polarity_K, used_K) / n
+    return credit.replace(
+        view_weight_K=jax.lax.stop_gradient(view_weight_K.astype(jnp.float32)),
+        divergence=base.Divergence(name=divergence, alpha=alpha, top_k=top_k, clip=clip, temperature=temperature),
+        metrics={**credit.metrics, **_view_metrics(rollout, used_K)},
+    )
+
+
+def locator_penalty(
+    rollout: base.Rollout,
+    *,
+    inner: base.CreditFn,
+    penalty: chex.Array | float = 1.0,
+    failed_only: bool = False,
+    success_return: float | None = None,
+) -> base.Credit:
+    """Subtracts `penalty` from `inner`'s advantage on the sampled tokens of the located spans; no hint is read.
+
+    The control arm of textual feedback: it says where the fault is and not what to say instead. What feedback gains
+    over it, the words of the hints gained. A token in several spans is penalised once; polarity is not read. With
+    penalty = 0: `inner`.
+
+    Args:
+      rollout: needs views (their spans), and the columns that `inner` needs.
+      inner: credit function that makes the advantages.
+      penalty: in units of the advantage, >= 0.
+      failed_only, success_return: the gate of `textual_feedback`.
+
+    Raises: ValueError without views.
+    """
+    _check(rollout)
+    credit = inner(rollout)
+    used_K = _used(rollout, failed_only, success_return)
+    located_BT = rollout.mask_BT & _covered(rollout, used_K)
+    adv_BT = jax.lax.stop_gradient(credit.adv_BT - jnp.where(located_BT, penalty, 0.0).astype(jnp.float32))
+    metrics = {**credit.metrics, **rewards.report(rollout, adv_BT), **_view_metrics(rollout, used_K)}
+    metrics["penalised_tokens"] = masked.count(located_BT)
+    return credit.replace(adv_BT=adv_BT, metrics=metrics)
+
+
+def _check(rollout: base.Rollout) -> None:
+    rewards.check(rollout, "views")
+    views = rollout.views
+    columns = [views.rollout_K, views.span_start_K, views.span_length_K, views.weight_K, views.polarity_K]
+    chex.assert_rank(columns, 1)
+    chex.assert_equal_shape(columns)
+
+
+def _check_divergence(name: str, alpha: float, top_k: int, clip: float, temperature: float) -> None:
+    where = "credit.textual_feedback"
+    if name not in DIVERGENCES:
+        near = difflib.get_close_matches(name, DIVERGENCES, n=1)
+        mend = f"; did you mean '{near[0]}'?" if near else ""
+        raise base.InputError(f"{where}.divergence '{name}' is none of {', '.join(DIVERGENCES)}{mend}")
+    if name == "jsd" and not 0 < alpha < 1:
+        raise base.InputError(f"{where}.alpha must be in (0, 1), got {alpha}; its limits are forward_kl and reverse_kl")
+    if top_k < 0 or clip < 0 or not temperature > 0:
+        raise base.InputError(
+            f"{where}: top_k and clip must be >= 0 and temperature > 0, got {top_k}, {clip} and {temperature}"
+        )
+
+
+def _present(rollout: base.Rollout) -> chex.Array:
+    return (rollout.views.weight_K > 0) & (rollout.views.span_length_K > 0)
+
+
+def _used(rollout: base.Rollout, failed_only: bool, success_return: float | None) -> chex.Array:
+    """True for the views that count. A return that is not finite is no failure: its rollout passes no closed gate."""
+    open_B = rollout.weight_B > 0
+    if failed_only and success_return is None:
+        best_B = masked.group_max(rollout.return_B, rollout.group_B, rollout.weight_B)
+        open_B &= rewards.counted_B(rollout) & (rollout.return_B < best_B - masked.SPREAD)
+    elif failed_only:
+        open_B &= rewards.counted_B(rollout) & (rollout.return_B < success_return)
+    return _present(rollout) & open_B[rollout.views.rollout_K]
+
+
+def _covered(rollout: base.Rollout, used_K: chex.Array) -> chex.Array:
+    """True on the tokens of at least one used span."""
+    views = rollout.views
+    B, T = rollout.tokens_BT.shape
+    edge_BT = jnp.zeros((B, T + 1), jnp.int32)
+    edge_BT = edge_BT.at[views.rollout_K, views.span_start_K].add(used_K.astype(jnp.int32), mode="drop")
+    end_K = views.span_start_K + views.span_length_K
+    edge_BT = edge_BT.at[views.rollout_K, end_K].add(-used_K.astype(jnp.int32), mode="drop")
+    return jnp.cumsum(edge_BT, axis=1)[:, :T] > 0
+
+
+def _view_metrics(rollout: base.Rollout, used_K: chex.Array) -> dict[str, chex.Array]:
+    """Counts views: given, used, gated (given but not used), and the share of rollouts with a used view."""
+    B = rollout.tokens_BT.shape[0]
+    present_K = _present(rollout)
+    hinted_B = jnp.zeros(B, bool).at[rollout.views.rollout_K].max(used_K, mode="drop")
+    return {
+        "views": masked.count(present_K),
+        "views_used": masked.count(used_K),
+        "views_gated": masked.count(present_K & ~used_K),
+        "frac_hinted": jnp.mean(hinted_B.astype(jnp.float32)),
+    }

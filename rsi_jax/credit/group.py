@@ -1,0 +1,131 @@
+"""Credit from returns alone: the baseline is the group, the batch, or nothing.
+
+Shared rules: a rollout counts if its weight is > 0 and its return finite, others get 0 and shift no baseline. A group
+whose returns agree to 1e-6, or with one counted rollout, gives exactly 0. R is the undiscounted sum of rewards and
+every sampled token of every turn gets its rollout's advantage, unless said otherwise.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rsi_jax import base, masked, returns
+from rsi_jax.credit import rewards, turns
+
+NEEDS: dict[str, tuple[str, ...]] = {}
+
+
+def reinforce(rollout: base.Rollout, *, baseline: str = "none") -> base.Credit:
+    """REINFORCE on the return of the whole rollout: A = R, or R minus the mean over the batch.
+
+    With baseline 'batch' and one group in the batch: dr_grpo, up to its rule for returns that agree.
+
+    Args:
+      rollout: rewards and weights are read.
+      baseline: 'none' | 'batch' (mean over counted rollouts).
+
+    Raises: base.InputError for an unknown baseline.
+
+    Source: Williams 1992 (https://doi.org/10.1007/BF00992696).
+    """
+    rewards.check(rollout)
+    if baseline not in ("none", "batch"):
+        raise base.InputError(f"credit.reinforce.baseline is 'none' or 'batch', got '{baseline}'")
+    return_B, counted_B = rollout.return_B, rewards.counted_B(rollout)
+    centre = masked.mean(return_B, counted_B) if baseline == "batch" else 0.0
+    return _credit(rollout, masked.zero(return_B - centre, counted_B))
+
+
+def rloo(rollout: base.Rollout) -> base.Credit:
+    """REINFORCE with a leave-one-out baseline: A_i = R_i - mean_{j != i} R_j = n / (n - 1) (R_i - mean R).
+
+    Unbiased, since the baseline never contains the return it is subtracted from.
+
+    Args:
+      rollout: rewards, groups and weights are read.
+
+    Source: Ahmadian et al. 2024 (https://arxiv.org/abs/2402.14740), RLOO.
+    """
+    rewards.check(rollout)
+    size_B = masked.group_size(rollout.return_B, rollout.group_B, rollout.weight_B)
+    return _credit(rollout, _centred(rollout) * size_B / jnp.maximum(size_B - 1.0, 1.0))
+
+
+def grpo(rollout: base.Rollout, *, scale: str = "std", std_floor: float = 1e-6) -> base.Credit:
+    """Group-relative advantage: A = (R - mean R) / (std R + std_floor), or R - mean R with scale 'none'.
+
+    The std weighs a group by how rare its outcomes are: one success of eight gives the winner more than one of two.
+    With scale 'none': dr_grpo, and rloo times (n - 1) / n.
+
+    Args:
+      rollout: rewards, groups and weights are read.
+      scale: 'std' (n - 1 in its denominator) | 'none'.
+      std_floor: in units of the return, > 0; bounds the amplification of groups that nearly agree.
+
+    Raises: base.InputError for an unknown scale or a floor that is not positive.
+
+    Source: Shao et al. 2024, DeepSeekMath (https://arxiv.org/abs/2402.03300), section 4.1.2.
+    Differs: a group whose returns agree to 1e-6 gives exactly 0, not rounding over epsilon; a singleton gives 0.
+    """
+    rewards.check(rollout)
+    if scale not in ("std", "none"):
+        raise base.InputError(f"credit.grpo.scale is 'std' or 'none', got '{scale}'")
+    if not std_floor > 0:
+        raise base.InputError(f"credit.grpo.std_floor must be > 0, got {std_floor}")
+    adv_B = _centred(rollout)
+    if scale == "std":
+        adv_B = adv_B / (masked.group_std(rollout.return_B, rollout.group_B, rollout.weight_B) + std_floor)
+    return _credit(rollout, adv_B)
+
+
+def dr_grpo(rollout: base.Rollout) -> base.Credit:
+    """Group-relative advantage without the std: A = R - mean R.
+
+    The other half of Dr. GRPO is in the loss: losses.aggregate_weights(how='constant').
+
+    Args:
+      rollout: rewards, groups and weights are read.
+
+    Source: Liu et al. 2025 (https://arxiv.org/abs/2503.20783), section 3.
+    """
+    rewards.check(rollout)
+    return _credit(rollout, _centred(rollout))
+
+
+def centred_return_to_go(rollout: base.Rollout, *, discount: float = 1.0) -> base.Credit:
+    """Return-to-go of each turn, discounted first, then centred by the group: A_k = G_k - mean over the group of G_0.
+
+    G_k = r_k + γ d_k G_{k+1}, d_k the environment's discounts. The baseline is one number per group: a baseline per
+    turn index is an average over those that got so far, depends on the policy's choice to stop, and erases the signal
+    for continuing. With a single reward at the end and γ = 1: dr_grpo.
+
+    Args:
+      rollout: rewards, discounts, groups and weights are read.
+      discount: γ per turn, in [0, 1].
+
+    Source: Sutton & Barto (2018), section 13.4 (REINFORCE with baseline).
+    Differs: a group whose G_0 agree to 1e-6 gives exactly 0 for every turn.
+    """
+    rewards.check(rollout)
+    table = jax.vmap(turns.table)(rollout.segments)
+    earned_BS = jnp.where(rewards.counted_B(rollout)[:, None], table.reward_S, 0.0)
+    togo_BS = jax.vmap(returns.discounted_returns)(earned_BS, discount * table.discount_S, table.used_S)
+    first_B = jnp.where(rewards.counted_B(rollout), togo_BS[:, 0], jnp.nan)
+    centre_B = masked.group_mean(first_B, rollout.group_B, rollout.weight_B)
+    signal_B = masked.group_spread(first_B, rollout.group_B, rollout.weight_B) > masked.SPREAD
+    adv_BS = jnp.where(signal_B[:, None], togo_BS - centre_B[:, None], 0.0)
+    adv_BT = jax.vmap(turns.to_tokens)(adv_BS, rollout.turn_BT)
+    kept_BT = rollout.mask_BT & rewards.counted_B(rollout)[:, None]
+    adv_BT = jax.lax.stop_gradient(masked.zero(adv_BT, kept_BT))
+    return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT))
+
+
+def _centred(rollout: base.Rollout) -> chex.Array:
+    """R - mean R over the group; exactly 0 for rows, groups and singletons without signal."""
+    deviation_B = rollout.return_B - masked.group_mean(rollout.return_B, rollout.group_B, rollout.weight_B)
+    return masked.zero(deviation_B, rewards.dynamic_sampling_keep(rollout))
+
+
+def _credit(rollout: base.Rollout, adv_B: chex.Array) -> base.Credit:
+    adv_BT = rewards.to_tokens(rollout, adv_B)
+    return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT))

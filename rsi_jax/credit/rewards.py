@@ -1,0 +1,111 @@
+"""What the rewards of a batch can teach, before and after credit: counted rows, signal, shaping, the report."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rsi_jax import base, masked
+
+
+def check(rollout: base.Rollout, *columns: str) -> None:
+    """Checks, at trace time, the shapes that credit reads and that the named columns exist.
+
+    Raises: ValueError naming missing columns; AssertionError for a wrong shape or type.
+    """
+    base.require(rollout, *columns)
+    chex.assert_rank(rollout.tokens_BT, 2)
+    B = rollout.tokens_BT.shape[0]
+    chex.assert_shape([rollout.group_B, rollout.weight_B], (B,))
+    chex.assert_type(rollout.group_B, int)
+    chex.assert_rank(jax.tree.leaves(rollout.segments), 2)
+    chex.assert_equal_shape(jax.tree.leaves(rollout.segments))
+    chex.assert_axis_dimension(rollout.segments.start_BS, 0, B)
+    if rollout.value_BT is not None:
+        chex.assert_equal_shape([rollout.value_BT, rollout.tokens_BT])
+
+
+def counted_B(rollout: base.Rollout) -> chex.Array:
+    """True for the rollouts that credit reads: weight > 0 and a finite return.
+
+    The others get advantage 0 and enter no baseline (a failed sibling must not shift it; one NaN must not poison it).
+    """
+    return masked.counted(rollout.return_B, rollout.weight_B)
+
+
+def dynamic_sampling_keep(rollout: base.Rollout, *, spread: float = masked.SPREAD) -> chex.Array:
+    """Tells which rollouts belong to a group that can teach: max - min of its returns > spread.
+
+    False for groups that agree (all right, all wrong), for singletons and for rows that are not counted. Use it to
+    draw again (DAPO; bound the rounds, since every group may agree), or as `signal_B` of losses.aggregate_weights.
+
+    Args:
+      rollout: rewards, groups and weights are read.
+      spread: in units of the return, >= 0; a range and not a std or an equality, so rounding cannot fake a signal.
+
+    Returns: bool [B].
+
+    Source: Yu et al. 2025, DAPO (https://arxiv.org/abs/2503.14476), eq. 11.
+    Differs: any rewards, not only right and wrong.
+    """
+    check(rollout)
+    return_B, group_B, weight_B = rollout.return_B, rollout.group_B, rollout.weight_B
+    return counted_B(rollout) & (masked.group_spread(return_B, group_B, weight_B) > spread)
+
+
+def overlong_shaping(rollout: base.Rollout, *, max_length: int, buffer: int, penalty: float = 1.0) -> base.Rollout:
+    """Takes up to `penalty` from the last action of a rollout that comes near its token limit.
+
+      0                                          n <= max_length - buffer
+      -penalty (n - (max_length - buffer)) / buffer   in between
+      -penalty                                   n >= max_length
+
+    Args:
+      rollout: n = its sampled tokens, over all turns (observations are not the policy's doing).
+      max_length: tokens at which the whole penalty is due, > 0.
+      buffer: tokens before it over which the penalty grows, in [1, max_length].
+      penalty: in units of the return, >= 0.
+
+    Returns: the rollout with the reward of its last action changed; without an action, unchanged.
+
+    Raises: base.InputError for a buffer out of range.
+
+    Source: Yu et al. 2025, DAPO (https://arxiv.org/abs/2503.14476), eq. 13.
+    """
+    check(rollout)
+    if not 1 <= buffer <= max_length:
+        raise base.InputError(f"overlong buffer must be in [1, max_length] tokens, got {buffer} of {max_length}")
+    n_B = masked.count(rollout.mask_BT, axis=1)
+    due_B = penalty * jnp.clip((n_B - (max_length - buffer)) / buffer, 0.0, 1.0)
+    segments = rollout.segments
+    action_BS = (segments.kind_BS == base.ACTION) & (segments.length_BS > 0)
+    last_BS = action_BS & (rollout.turn_BS == jnp.max(rollout.turn_BS, axis=1, keepdims=True))
+    reward_BS = segments.reward_BS - jnp.where(last_BS, due_B[:, None], 0.0)
+    return rollout.replace(segments=segments.replace(reward_BS=reward_BS))
+
+
+def to_tokens(rollout: base.Rollout, adv_B: chex.Array) -> chex.Array:
+    """Gives every sampled token of a counted rollout the advantage of its rollout; 0 elsewhere; no gradient."""
+    kept_BT = rollout.mask_BT & counted_B(rollout)[:, None]
+    return jax.lax.stop_gradient(jnp.where(kept_BT, adv_B[:, None], 0.0).astype(jnp.float32))
+
+
+def report(rollout: base.Rollout, adv_BT: chex.Array) -> dict[str, chex.Array]:
+    """Counts what taught nothing; every credit function logs these.
+
+    Returns:
+      frac_zero_adv         share of the trained tokens with advantage 0 (1 = this step learns nothing: warn)
+      groups                groups with a counted rollout
+      zero_variance_groups  of these, with two rollouts or more whose returns agree to 1e-6
+      singleton_groups      of these, with one rollout only: group baselines give it 0
+      nonfinite_rewards     trained rollouts whose return is NaN or infinite: excluded
+    """
+    trained_B, counts_B = rollout.weight_B > 0, counted_B(rollout)
+    size_B = masked.group_size(rollout.return_B, rollout.group_B, rollout.weight_B)
+    agree_B = masked.group_spread(rollout.return_B, rollout.group_B, rollout.weight_B) <= masked.SPREAD
+    return {
+        "frac_zero_adv": masked.mean(adv_BT == 0, rollout.mask_BT & trained_B[:, None]),
+        "groups": masked.count_groups(counts_B, rollout.group_B),
+        "zero_variance_groups": masked.count_groups(counts_B & agree_B & (size_B > 1), rollout.group_B),
+        "singleton_groups": masked.count_groups(counts_B & (size_B == 1), rollout.group_B),
+        "nonfinite_rewards": masked.count(trained_B & ~counts_B),
+    }

@@ -1,0 +1,54 @@
+"""Environments: one file each, found by module name.
+
+An environment module defines `make(**knobs) -> Env`. States are immutable values, so a step can be retried on a copy.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from typing import Any, Protocol
+
+from rsi_jax import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What the environment answers to an action.
+
+    messages: the observation (empty when done). reward: lands when the action ends. anchor: hash of the state the
+    action was taken in. info: facts for metrics and reports (never read by locating rules).
+    """
+
+    messages: tuple[base.Message, ...]
+    reward: float = 0.0
+    done: bool = False
+    anchor: int = base.NO_ANCHOR
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Env(Protocol):
+    """The protocol. Optional: `words()` (vocabulary of a word tokenizer), `demonstration(...)`, `summary(...)`."""
+
+    max_turns: int
+
+    def reset(self, seed: int) -> tuple[Any, tuple[base.Message, ...]]:
+        """Starts the task named by `seed`: (state, prompt messages)."""
+        ...
+
+    def step(self, state: Any, text: str, finish: int) -> tuple[Any, Reply]:
+        """Acts: `text` is the sampled message without its stop token, `finish` says why it ended."""
+        ...
+
+
+def find(name: str):
+    """Imports the environment module of that name.
+
+    Raises: base.InputError naming the nearest environment.
+    """
+    known = [module.name for module in pkgutil.iter_modules(__path__)]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise base.InputError(f"env.name={name!r} is no environment (known: {', '.join(known)}){hint}")
+    return importlib.import_module(f"rsi_jax.envs.{name}")

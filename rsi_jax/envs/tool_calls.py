@@ -1,0 +1,178 @@
+"""The tool-call task: recall which tools exist, long after they were listed.
+
+Each episode draws `listed` of the purposes and one tool name for each, and lists them once at the start. Then the
+policy acts for up to `horizon` turns. A turn shows a request: small talk (answer "ok"; the state does not change) or
+a purpose (call the listed tool for it). A wrong or unknown call gets "tool not found" and wastes the turn: the request
+is repeated. All sub-goals met within the horizon = success. The reward comes at the end only:
+
+    reward = 1[success] - penalty * (tool calls on small-talk turns)
+
+With `late`, sub-goals stand in the second half of the session, so their distance to the list grows with the horizon.
+"""
+
+import dataclasses
+import random
+import zlib
+
+from rsi_jax import base
+from rsi_jax.envs import Reply
+
+TOOLS = {
+    "search": ("grep", "rg", "ag", "ack"),
+    "edit": ("sed", "vim", "nano", "patch"),
+    "list": ("ls", "dir", "tree", "exa"),
+    "test": ("pytest", "nose", "tox", "unittest"),
+}
+SMALL_TALK = ("weather", "lunch", "news", "music", "traffic", "sports", "travel", "garden")
+NOT_FOUND, MALFORMED, DONE, NOTED, START = "tool not found", "malformed call", "done", "noted", "start"
+CALL, ANSWER = "call", "ok"
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """purposes -> listed tool; queue of requests; position in it; turns used; calls made on small talk."""
+
+    tools: tuple[tuple[str, str], ...]
+    queue: tuple[str, ...]
+    position: int = 0
+    turn: int = 0
+    needless: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One turn of a demonstration: what is shown, the reminder that stands before it (or none), and the action."""
+
+    shown: tuple[base.Message, ...]
+    action: str
+    hint: str | None
+    train: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCalls:
+    """The knobs. goals: sub-goals per episode, 0 = horizon // 4. slack: wasted turns allowed, 0 = max(1, horizon // 32).
+
+    penalty: reward lost per tool call on a small-talk turn.
+    """
+
+    horizon: int = 64
+    goals: int = 0
+    slack: int = 0
+    listed: int = 4
+    late: bool = True
+    penalty: float = 0.02
+
+    def __post_init__(self):
+        if self.horizon < 2:
+            raise base.InputError(f"env.tool_calls.horizon={self.horizon} must be at least 2")
+        if not 1 <= self.listed <= len(TOOLS):
+            raise base.InputError(f"env.tool_calls.listed={self.listed} must be in 1..{len(TOOLS)}")
+        room = self.requests - (self.horizon // 2 if self.late else 0)
+        if self.sub_goals > room:
+            raise base.InputError(
+                f"env.tool_calls.goals={self.sub_goals} do not fit: {room} turns are open to them at "
+                f"horizon={self.horizon}, slack={self.wasted_allowed}, late={self.late}"
+            )
+
+    @property
+    def sub_goals(self) -> int:
+        return self.goals or max(1, self.horizon // 4)
+
+    @property
+    def wasted_allowed(self) -> int:
+        return self.slack or max(1, self.horizon // 32)
+
+    @property
+    def requests(self) -> int:
+        return self.horizon - self.wasted_allowed
+
+    @property
+    def max_turns(self) -> int:
+        return self.horizon
+
+    def words(self) -> list[str]:
+        """Every word that the task can show or accept; the vocabulary of a word tokenizer."""
+        tools = [name for names in TOOLS.values() for name in names]
+        results = " ".join((NOT_FOUND, MALFORMED, DONE, NOTED, START)).split()
+        return list(dict.fromkeys(["tools", "reminder", CALL, ANSWER, *results, *TOOLS, *tools, *SMALL_TALK]))
+
+    def reset(self, seed: int) -> tuple[State, tuple[base.Message, ...]]:
+        """Draws the tools and the schedule from `seed`."""
+        rng = random.Random(f"tool_calls/{seed}")
+        purposes = rng.sample(sorted(TOOLS), self.listed)
+        tools = tuple((purpose, rng.choice(TOOLS[purpose])) for purpose in purposes)
+        first = self.horizon // 2 if self.late else 0
+        goal_at = set(rng.sample(range(min(first, self.requests - self.sub_goals), self.requests), self.sub_goals))
+        queue = tuple(rng.choice(purposes) if i in goal_at else rng.choice(SMALL_TALK) for i in range(self.requests))
+        state = State(tools, queue)
+        listing = "tools " + " ".join(f"{purpose} {name}" for purpose, name in tools)
+        return state, (_message("system", listing), _message("user", f"{START} {queue[0]}"))
+
+    def step(self, state: State, text: str, finish: int) -> tuple[State, Reply]:
+        """Judges one action."""
+        request, tools = state.queue[state.position], dict(state.tools)
+        calls = text.split()[:1] == [CALL]
+        goal = request in TOOLS
+        right = f"{CALL} {tools[request]}" if goal else ANSWER
+        met = text == right if goal else True
+        if goal:
+            result = DONE if met else NOT_FOUND if calls and len(text.split()) == 2 else MALFORMED
+        else:
+            result = NOTED
+        info = {"goal": goal, "right": right, "correct": text == right, "call": calls, "result": result}
+        anchor = zlib.crc32(repr((state.tools, state.queue[state.position :], state.turn)).encode()) & 0x7FFFFFFF
+        state = dataclasses.replace(
+            state,
+            position=state.position + met,
+            turn=state.turn + 1,
+            needless=state.needless + (calls and not goal),
+        )
+        success = state.position == len(state.queue)
+        done = success or state.turn == self.horizon
+        reward = float(success) - self.penalty * state.needless if done else 0.0
+        shown = () if done else (_message("user", f"{result} {state.queue[state.position]}"),)
+        return state, Reply(shown, reward, done, anchor, info | ({"success": success} if done else {}))
+
+    def demonstration(self, seed: int, *, hinted: int, train_recall: bool) -> list[Step]:
+        """Plays one all-correct episode of this horizon.
+
+        hinted: sub-goal turns that carry a reminder of the list just before the action (0 = an un-hinted demonstration).
+        train_recall: whether sub-goal turns without a reminder are trained on (else they are only context).
+        """
+        state, shown = self.reset(seed)
+        goals = [i for i, request in enumerate(state.queue) if request in TOOLS]
+        rng = random.Random(f"tool_calls/demonstration/{seed}")
+        reminded = set(rng.sample(goals, min(hinted, len(goals))))
+        reminder = "reminder " + shown[0]["content"]
+        steps, tools, done = [], dict(state.tools), False
+        while not done:
+            i, request = state.position, state.queue[state.position]
+            action = f"{CALL} {tools[request]}" if request in TOOLS else ANSWER
+            hint = reminder if i in reminded else None
+            steps.append(Step(shown, action, hint, train=bool(hint) or request not in TOOLS or train_recall))
+            state, reply = self.step(state, action, base.STOP)
+            shown, done = reply.messages, reply.done
+        return steps
+
+
+def _message(role: str, content: str) -> base.Message:
+    return base.Message(role=role, content=content)
+
+
+def make(**knobs) -> ToolCalls:
+    """Builds the environment from its knobs."""
+    return ToolCalls(**knobs)
+
+
+def summary(transcripts: list[base.Transcript]) -> dict[str, float]:
+    """Success, invalid-call rate (sub-goal turns not answered by the right call) and correct small-talk turns."""
+    turns = [turn for transcript in transcripts for turn in transcript.turns]
+    goal = [turn for turn in turns if turn.info["goal"]]
+    talk = [turn for turn in turns if not turn.info["goal"]]
+    wins = sum(bool(t.turns[-1].info.get("success")) for t in transcripts)
+    return {
+        "success": wins / max(1, len(transcripts)),
+        "invalid": sum(not turn.info["correct"] for turn in goal) / max(1, len(goal)),
+        "filler_correct": sum(turn.info["correct"] for turn in talk) / max(1, len(talk)),
+    }

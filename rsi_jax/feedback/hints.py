@@ -1,0 +1,128 @@
+"""What to say: a short hint for each located turn.
+
+A writer is a function (findings, transcripts, templates, ...) -> one text per finding. `template` is the method; the
+others are controls that must not work as well:
+
+  empty       no hint at all
+  irrelevant  a sentence on another subject, as many words as the template's hint
+  shuffled    the template's hint of another located rollout
+  wrong       the template with the listed tools handed to the wrong purposes
+  oracle      the right action itself, from the environment (an upper bound, not a method)
+
+A policy can write its own hints: pass any callable as `policy` and choose `policy`.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from rsi_jax import base
+from rsi_jax.feedback.locate import Finding
+
+# (transcript, turn index, rule name) -> hint text: the policy, a judge, a person.
+PolicyWriter = Callable[[base.Transcript, int, str], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Templates:
+    """Texts by rule. Placeholders: {tools} the prompt's line that lists the tools, {wrong_tools} the same with the
+    names rotated by one, {right} the right action as the environment knows it.
+
+    irrelevant: words on another subject, repeated or cut to the length of the hint they stand for.
+    """
+
+    by_rule: Mapping[str, str]
+    wrong: Mapping[str, str]
+    oracle: str
+    irrelevant: str
+
+
+def _listing(transcript: base.Transcript) -> str:
+    for message in transcript.turns[0].shown:
+        for line in message["content"].splitlines():
+            if line.lower().startswith("tools"):
+                return line
+    raise base.InputError(f"task {transcript.seed}: a hint wants {{tools}}, but no line of the prompt starts with 'tools'")
+
+
+def _rotated(listing: str) -> str:
+    head, *pairs = listing.split()
+    names = pairs[1::2]
+    return " ".join([head, *(w for pair in zip(pairs[::2], names[1:] + names[:1], strict=True) for w in pair)])
+
+
+def _fill(template: str, transcript: base.Transcript, turn: int) -> str:
+    values = {}
+    if "{tools}" in template or "{wrong_tools}" in template:
+        values["tools"] = _listing(transcript)
+        values["wrong_tools"] = _rotated(values["tools"])
+    if "{right}" in template:
+        values["right"] = transcript.turns[turn].info["right"]
+    return template.format(**values)
+
+
+def _by_rule(texts: Mapping[str, str], finding: Finding, transcripts) -> str:
+    if not texts.get(finding.rule):
+        raise base.InputError(f"rule {finding.rule!r} has no hint text: set feedback.templates.{finding.rule}")
+    return _fill(texts[finding.rule], transcripts[finding.row], finding.turn)
+
+
+def template(findings, transcripts, templates: Templates, seed: str) -> list[str]:
+    """Writes the rule's template: the method."""
+    return [_by_rule(templates.by_rule, finding, transcripts) for finding in findings]
+
+
+def empty(findings, transcripts, templates: Templates, seed: str) -> list[str]:
+    """Writes nothing."""
+    return ["" for _ in findings]
+
+
+def irrelevant(findings, transcripts, templates: Templates, seed: str) -> list[str]:
+    """Writes words on another subject, as many as the template's hint has."""
+    words = templates.irrelevant.split()
+    if not words:
+        raise base.InputError("feedback.irrelevant is empty: the irrelevant-hint control needs a text")
+    lengths = [len(text.split()) for text in template(findings, transcripts, templates, seed)]
+    return [" ".join((words * (length // len(words) + 1))[:length]) for length in lengths]
+
+
+def shuffled(findings, transcripts, templates: Templates, seed: str) -> list[str]:
+    """Writes the hint of a located turn of another rollout (empty when only one rollout was located)."""
+    rng, texts = random.Random(seed), template(findings, transcripts, templates, seed)
+    others = [[j for j, other in enumerate(findings) if other.row != finding.row] for finding in findings]
+    return [texts[rng.choice(choices)] if choices else "" for choices in others]
+
+
+def wrong(findings, transcripts, templates: Templates, seed: str) -> list[str]:
+    """Writes a hint that misleads."""
+    return [_by_rule(templates.wrong, finding, transcripts) for finding in findings]
+
+
+def oracle(findings, transcripts, templates: Templates, seed: str) -> list[str]:
+    """Writes the right action itself."""
+    return [_fill(templates.oracle, transcripts[finding.row], finding.turn) for finding in findings]
+
+
+WRITERS = {writer.__name__: writer for writer in (template, empty, irrelevant, shuffled, wrong, oracle)}
+
+
+def write(
+    name: str,
+    findings: Sequence[Finding],
+    transcripts: Sequence[base.Transcript],
+    templates: Templates,
+    *,
+    seed: str,
+    policy: PolicyWriter | None = None,
+) -> list[str]:
+    """Writes one hint per finding with the writer of that name.
+
+    Raises: base.InputError for an unknown name, a missing template, or `policy` without a callable.
+    """
+    if name == "policy":
+        if policy is None:
+            raise base.InputError("feedback.hint='policy' needs a callable that writes hints; pass it to train.run")
+        return [policy(transcripts[f.row], f.turn, f.rule) for f in findings]
+    if name not in WRITERS:
+        raise base.InputError(f"feedback.hint={name!r} is no hint writer (known: {', '.join([*WRITERS, 'policy'])})")
+    return WRITERS[name](findings, transcripts, templates, seed)

@@ -1,0 +1,29 @@
+"""How much: the weight of feedback over time, remembered in TrainState.aux and advanced beside the variant."""
+
+import chex
+import jax.numpy as jnp
+
+
+def init() -> dict[str, chex.Array]:
+    """Starts the memory: success (a running mean of the outcome), gain (the hint gain last measured; NaN = never)."""
+    return {"success": jnp.zeros(()), "gain": jnp.full((), jnp.nan)}
+
+
+def learn(aux, success: chex.Array, *, rate: float = 0.3):
+    """Advances the running mean of success with the share of successes of a batch."""
+    return dict(aux) | {"success": aux["success"] + rate * (success - aux["success"])}
+
+
+def scale(aux, step, *, warmup: int, decay: int, off_at: float, min_gain: float) -> chex.Array:
+    """Computes the factor on feedback, in [0, 1].
+
+    Rises linearly over `warmup` updates; falls linearly to 0 over `decay` updates (0 = never); 0 once the running
+    success reaches `off_at`, fading linearly over the 0.2 below it (1 = never: success cannot pass it, off_at > 1.2
+    leaves no fade); 0 while the measured hint gain is not above `min_gain` (NaN gain = not measured: open).
+    """
+    step = jnp.asarray(step, jnp.float32)
+    rise = jnp.clip((step + 1.0) / max(1, warmup), 0.0, 1.0)
+    fall = jnp.clip(1.0 - step / decay, 0.0, 1.0) if decay else 1.0
+    fade = jnp.clip((off_at - aux["success"]) / 0.2, 0.0, 1.0)
+    useful = jnp.where(jnp.isnan(aux["gain"]) | (aux["gain"] > min_gain), 1.0, 0.0)
+    return rise * fall * fade * useful

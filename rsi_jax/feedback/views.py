@@ -1,0 +1,122 @@
+"""Hinted re-readings: from hints to views, and the teacher's and the student's states on their spans.
+
+For now each view is read on its own: prefix, hint, span, in one padded row. Branch packing (DESIGN section 5) will
+stand behind `teacher_states` with the same result.
+"""
+
+from collections.abc import Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsi_jax import base
+from rsi_jax.feedback.locate import Finding
+from rsi_jax.kernels import attention
+from rsi_jax.model import transformer
+
+
+def build(
+    findings: Sequence[Finding],
+    hints: Sequence[Sequence[int]],
+    transcripts: Sequence[base.Transcript],
+    rules: Sequence[str],
+    *,
+    per_rollout: int,
+    hint_capacity: int,
+) -> base.Views:
+    """Lays findings and their hint ids out as host columns, K = rollouts * per_rollout.
+
+    An empty hint makes no view: with a live teacher its term is exactly 0, and with another teacher it would be a pull
+    to the lagged self that has nothing to do with feedback. `feedback.add` counts them.
+    Raises: ValueError when a rollout has more findings than `per_rollout` or a hint does not fit.
+    """
+    K = len(transcripts) * per_rollout
+    ints = {name: np.zeros(K, np.int32) for name in ("insert_at", "span_start", "span_length", "hint_length")}
+    source, weight = np.full(K, -1, np.int32), np.zeros(K, np.float32)
+    hint_KN, used = np.zeros((K, hint_capacity), np.int32), [0] * len(transcripts)
+    for finding, ids in zip(findings, hints, strict=True):
+        if not ids:
+            continue
+        if len(ids) > hint_capacity or used[finding.row] == per_rollout:
+            raise ValueError(f"view of rollout {finding.row} does not fit: {len(ids)} hint tokens, {per_rollout} views")
+        k = finding.row * per_rollout + used[finding.row]
+        used[finding.row] += 1
+        turn = transcripts[finding.row].turns[finding.turn]
+        values = dict(insert_at=turn.insert_at, span_start=turn.start, span_length=turn.length, hint_length=len(ids))
+        for name, value in values.items():
+            ints[name][k] = value
+        hint_KN[k, : len(ids)], source[k], weight[k] = ids, list(rules).index(finding.rule), 1.0
+    return base.Views(
+        rollout_K=np.repeat(np.arange(len(transcripts), dtype=np.int32), per_rollout),
+        hint_KN=hint_KN,
+        source_K=source,
+        weight_K=weight,
+        polarity_K=np.ones(K, np.float32),
+        **{f"{name}_K": array for name, array in ints.items()},
+    )
+
+
+def reread(tokens_BT: chex.Array, views: base.Views) -> tuple[chex.Array, chex.Array]:
+    """Makes the rows that the teacher reads: trunk[:insert_at], hint, trunk[insert_at : span end].
+
+    Returns: (tokens_KW with W = T + N, length_K; 0 for unused views).
+    """
+    K, N = views.hint_KN.shape
+    T = tokens_BT.shape[1]
+    at_K1, n_K1 = views.insert_at_K[:, None], views.hint_length_K[:, None]
+    place_KW = jnp.broadcast_to(jnp.arange(T + N), (K, T + N))
+    trunk_KW = jnp.where(place_KW < at_K1, place_KW, place_KW - n_K1)
+    from_trunk_KW = jnp.take_along_axis(tokens_BT[views.rollout_K], jnp.clip(trunk_KW, 0, T - 1), axis=1)
+    from_hint_KW = jnp.take_along_axis(views.hint_KN, jnp.clip(place_KW - at_K1, 0, N - 1), axis=1)
+    in_hint_KW = (place_KW >= at_K1) & (place_KW < at_K1 + n_K1)
+    length_K = views.span_start_K + views.span_length_K + views.hint_length_K
+    length_K = jnp.where(views.span_length_K > 0, length_K, 0)
+    tokens_KW = jnp.where(in_hint_KW, from_hint_KW, from_trunk_KW)
+    return jnp.where(place_KW < length_K[:, None], tokens_KW, 0), length_K
+
+
+def span_mask(views: base.Views, span: int) -> chex.Array:
+    """True on the scored tokens of each view [K, U]; U = `span`.
+
+    A span token at trunk index 0 has no prediction; it is masked.
+    """
+    offset_U = jnp.arange(span)
+    first_K = views.span_start_K[:, None] + offset_U
+    return (offset_U < views.span_length_K[:, None]) & (first_K > 0)
+
+
+def _take_span(states_RTD: chex.Array, row_K: chex.Array, first_K: chex.Array, span: int) -> chex.Array:
+    at_KU = jnp.clip(first_K[:, None] + jnp.arange(span), 0, states_RTD.shape[1] - 1)
+    return states_RTD[row_K[:, None], at_KU]
+
+
+def span_tokens(tokens_BT: chex.Array, views: base.Views, span: int) -> chex.Array:
+    """The sampled tokens of each span [K, U]."""
+    return _take_span(tokens_BT[..., None], views.rollout_K, views.span_start_K, span)[..., 0]
+
+
+def student_states(hidden_BTD: chex.Array, views: base.Views, span: int) -> chex.Array:
+    """The states on the trunk that predict each span token, without the hint [K, U, D]."""
+    return _take_span(hidden_BTD, views.rollout_K, views.span_start_K - 1, span)
+
+
+def teacher_states(
+    params, config: transformer.Config, tokens_BT: chex.Array, views: base.Views, span: int
+) -> chex.Array:
+    """The teacher's states that predict each span token, with the hint before it [K, U, D]; no gradient."""
+    params = jax.lax.stop_gradient(params)
+    tokens_KW, length_K = reread(tokens_BT, views)
+    positions_KW = jnp.broadcast_to(jnp.arange(tokens_KW.shape[1]), tokens_KW.shape)
+    ranges = attention.causal_ranges(length_K, tokens_KW.shape[1])
+    hidden_KWD = transformer.hidden_states(params, config, tokens_KW, positions_KW, ranges)
+    first_K = views.span_start_K + views.hint_length_K - 1
+    return jax.lax.stop_gradient(_take_span(hidden_KWD, jnp.arange(tokens_KW.shape[0]), first_K, span))
+
+
+def extra_tokens(views: base.Views) -> int:
+    """Forward tokens that separate re-reading costs on top of the trunk (host arithmetic, for the ledger)."""
+    used = np.asarray(views.span_length_K) > 0
+    ends = np.asarray(views.span_start_K) + np.asarray(views.span_length_K) + np.asarray(views.hint_length_K)
+    return int(ends[used].sum())

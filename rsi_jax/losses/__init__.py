@@ -1,0 +1,47 @@
+"""Policy, KL, entropy and critic losses as orthogonal functions: ratio level x surrogate x aggregation.
+
+Every loss is a sum: loss = Σ_bt weight_BT * loss_BT. The weights carry the denominator, and `aggregate_weights` makes
+them ONCE over the whole optimizer batch; any split of its rows into micro-batches or devices, any packing and any
+padding then sum to the same number. Metrics are sums for the same reason; `summarise` merges and finishes them.
+
+    weight_BT = aggregate_weights(mask_BT, weight_B, group_B, how="token_mean")          # once per optimizer batch
+    loss, sums = policy_loss(logp_BT, old_logp_BT, adv_BT, mask_BT, weight_BT)           # per micro-batch: add them up
+    loss += coef * weighted_sum(kl_penalty_BT(logp_BT, ref_logp_BT, mask_BT), mask_BT, weight_BT)
+    metrics = summarise(sums)                                                            # once, of the stacked sums
+
+To weight tokens further (`importance_weights`), multiply weight_BT.
+"""
+
+from rsi_jax.losses.aggregate import AGGREGATIONS, aggregate_weights, weighted_sum
+from rsi_jax.losses.critic import value_loss
+from rsi_jax.losses.kl import KL_ESTIMATORS, kl_in_reward, kl_penalty_BT
+from rsi_jax.losses.policy import (
+    RATIO_LEVELS,
+    SURROGATES,
+    cispo,
+    entropy_bonus,
+    importance_weights,
+    log_ratio,
+    policy_loss,
+    ppo_clip,
+    summarise,
+)
+
+__all__ = [
+    "AGGREGATIONS",
+    "KL_ESTIMATORS",
+    "RATIO_LEVELS",
+    "SURROGATES",
+    "aggregate_weights",
+    "cispo",
+    "entropy_bonus",
+    "importance_weights",
+    "kl_in_reward",
+    "kl_penalty_BT",
+    "log_ratio",
+    "policy_loss",
+    "ppo_clip",
+    "summarise",
+    "value_loss",
+    "weighted_sum",
+]

@@ -1,0 +1,250 @@
+"""Policy loss: ratio level x surrogate, entropy, and how far off-policy the batch is.
+
+The ratio is of the policy to the one that sampled, r = π(y) / μ(y), from log-probs in float32; whatever is
+exponentiated is clamped at +-20 nats first.
+"""
+
+from collections.abc import Mapping
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rsi_jax import base, masked
+from rsi_jax.losses import aggregate
+
+LOG_RATIO_MAX = 20.0
+RATIO_LEVELS = ("token", "sequence", "product")
+SURROGATES = ("ppo", "gspo", "cispo")
+
+
+def log_ratio(logp_BT: chex.Array, old_logp_BT: chex.Array, mask_BT: chex.Array, *, level: str = "token") -> chex.Array:
+    """Log-ratio of policy to sampler at each token, in nats, clamped at +-20.
+
+      token     log π(y_t) - log μ(y_t)
+      sequence  the mean over the rollout's tokens: the geometric mean ratio of GSPO
+      product   the sum over the rollout's tokens: exact importance sampling of the rollout
+
+    Above the token level the value is shared by the rollout while the gradient of token t flows through its own
+    log-prob only (GSPO-token), so that per-token advantages keep their place; with one advantage per rollout this is
+    the gradient of GSPO.
+
+    Args:
+      logp_BT: nats, of the policy being trained.
+      old_logp_BT: nats, as sampled; no gradient.
+      mask_BT: bool, tokens sampled by the policy.
+      level: one of RATIO_LEVELS.
+
+    Returns: float32, 0 off-mask.
+
+    Source: Zheng et al. 2025, GSPO (https://arxiv.org/abs/2507.18071), eq. 7 and 13.
+    """
+    chex.assert_rank([logp_BT, old_logp_BT, mask_BT], 2)
+    chex.assert_equal_shape([logp_BT, old_logp_BT, mask_BT])
+    chex.assert_type(mask_BT, bool)
+    aggregate.choose(level, RATIO_LEVELS, "ratio level")
+    logp_BT = masked.zero(logp_BT.astype(jnp.float32), mask_BT)
+    old_BT = jax.lax.stop_gradient(masked.zero(old_logp_BT.astype(jnp.float32), mask_BT))
+    token_BT = jnp.clip(logp_BT - old_BT, -LOG_RATIO_MAX, LOG_RATIO_MAX)
+    if level == "token":
+        return token_BT
+    pool = masked.mean if level == "sequence" else masked.sum
+    pooled_B = jnp.clip(pool(token_BT, mask_BT, axis=1), -LOG_RATIO_MAX, LOG_RATIO_MAX)
+    own_BT = token_BT - jax.lax.stop_gradient(token_BT)  # 0, with the gradient of the token's own log-prob
+    return masked.zero(jax.lax.stop_gradient(pooled_B)[:, None] + own_BT, mask_BT)
+
+
+def ppo_clip(
+    log_ratio_BT: chex.Array,
+    adv_BT: chex.Array,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+) -> tuple[chex.Array, chex.Array]:
+    """Clipped surrogate: -min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 never above -c A.
+
+    With high > low: DAPO's clip-higher; with sequence log-ratios: GSPO; with low = 1, high = inf: plain importance
+    sampling; at r = 1: the policy gradient.
+
+    Args:
+      log_ratio_BT: from `log_ratio`.
+      adv_BT: advantages.
+      clip_low, clip_high: distance of the bounds from 1; low in [0, 1], high >= 0.
+      dual_clip: c > 1 bounds the loss of a negative advantage (0 = none).
+
+    Returns: loss_BT, and clipped_BT: True where a bound has cut the gradient.
+
+    Source: Schulman et al. 2017 (https://arxiv.org/abs/1707.06347), eq. 7; Ye et al. 2020
+      (https://arxiv.org/abs/1912.09729), eq. 4, dual clip.
+    """
+    chex.assert_equal_shape([log_ratio_BT, adv_BT])
+    _check_clip(clip_low, clip_high)
+    if dual_clip and not dual_clip > 1:
+        raise base.InputError(f"dual_clip bounds the ratio from above: it must be > 1 (or 0 for none), got {dual_clip}")
+    ratio_BT = jnp.exp(log_ratio_BT)
+    gain_BT = jnp.minimum(ratio_BT * adv_BT, jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high) * adv_BT)
+    clipped_BT = jnp.where(adv_BT > 0, ratio_BT > 1.0 + clip_high, (adv_BT < 0) & (ratio_BT < 1.0 - clip_low))
+    if dual_clip:
+        gain_BT = jnp.where(adv_BT < 0, jnp.maximum(gain_BT, dual_clip * adv_BT), gain_BT)
+        clipped_BT |= (adv_BT < 0) & (ratio_BT > dual_clip)
+    return -gain_BT, clipped_BT
+
+
+def cispo(
+    log_ratio_BT: chex.Array,
+    logp_BT: chex.Array,
+    adv_BT: chex.Array,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> tuple[chex.Array, chex.Array]:
+    """Clipped importance weights that never cut a gradient: -sg(clip(r, 1 - low, 1 + high)) A log π.
+
+    With low = high = inf: REINFORCE with importance weights; with both 0: REINFORCE without.
+
+    Args:
+      log_ratio_BT, adv_BT: as in `ppo_clip`.
+      logp_BT: nats, of the policy being trained; 0 off-mask.
+      clip_low, clip_high: distance of the bounds from 1, >= 0 (low >= 1 = no lower bound, as in the paper's runs).
+
+    Returns: loss_BT, and clipped_BT: True where the weight is at a bound (and the advantage not 0).
+
+    Source: MiniMax 2025 (https://arxiv.org/abs/2506.13585), eq. 4-5.
+    """
+    chex.assert_equal_shape([log_ratio_BT, logp_BT, adv_BT])
+    _check_clip(clip_low, clip_high)
+    ratio_BT = jax.lax.stop_gradient(jnp.exp(log_ratio_BT))
+    kept_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
+    return -kept_BT * adv_BT * logp_BT, (kept_BT != ratio_BT) & (adv_BT != 0)
+
+
+def policy_loss(
+    logp_BT: chex.Array,
+    old_logp_BT: chex.Array,
+    adv_BT: chex.Array,
+    mask_BT: chex.Array,
+    weight_BT: chex.Array,
+    *,
+    surrogate: str = "ppo",
+    ratio_level: str = "",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+) -> tuple[chex.Array, dict[str, chex.Array]]:
+    """Policy loss of a micro-batch: Σ weight_BT * surrogate(log-ratio at the level, advantage).
+
+    Args:
+      logp_BT: nats, of the policy being trained; the only input that gets a gradient.
+      old_logp_BT: nats, as sampled (same temperature and support as logp_BT).
+      adv_BT: advantages, from a credit function.
+      mask_BT: bool, tokens sampled by the policy.
+      weight_BT: from `aggregate_weights` over the optimizer batch.
+      surrogate: 'ppo' | 'cispo' | 'gspo' (= 'ppo' at level 'sequence').
+      ratio_level: one of RATIO_LEVELS; '' = the surrogate's own ('sequence' for gspo, else 'token').
+      clip_low, clip_high, dual_clip: as in `ppo_clip`; cispo has no dual clip.
+
+    Returns: the loss, and sums for `summarise`.
+
+    Raises: base.InputError for an unknown name, a bound out of range, or a combination that names no method.
+    """
+    chex.assert_rank([logp_BT, old_logp_BT, adv_BT, mask_BT, weight_BT], 2)
+    chex.assert_equal_shape([logp_BT, old_logp_BT, adv_BT, mask_BT, weight_BT])
+    aggregate.choose(surrogate, SURROGATES, "surrogate")
+    level = ratio_level or ("sequence" if surrogate == "gspo" else "token")
+    if surrogate == "gspo" and level != "sequence":
+        raise base.InputError(f"surrogate 'gspo' is 'ppo' with ratio_level 'sequence', got ratio_level '{level}'")
+    if surrogate == "cispo" and dual_clip:
+        raise base.InputError(f"surrogate 'cispo' has no dual clip: set dual_clip to 0, got {dual_clip}")
+    log_ratio_BT = log_ratio(logp_BT, old_logp_BT, mask_BT, level=level)
+    adv_BT = jax.lax.stop_gradient(masked.zero(adv_BT, mask_BT))
+    if surrogate == "cispo":
+        logp_BT = masked.zero(logp_BT, mask_BT)
+        loss_BT, clipped_BT = cispo(log_ratio_BT, logp_BT, adv_BT, clip_low=clip_low, clip_high=clip_high)
+    else:
+        loss_BT, clipped_BT = ppo_clip(
+            log_ratio_BT, adv_BT, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+        )
+    sums = _off_policy_sums(log_ratio_BT, clipped_BT, mask_BT & (weight_BT > 0))
+    return aggregate.weighted_sum(loss_BT, mask_BT, weight_BT), sums
+
+
+def _off_policy_sums(log_ratio_BT: chex.Array, clipped_BT: chex.Array, mask_BT: chex.Array) -> dict[str, chex.Array]:
+    log_ratio_BT = jax.lax.stop_gradient(log_ratio_BT)
+    ratio_BT = jnp.exp(log_ratio_BT)
+    return {
+        "tokens": masked.count(mask_BT),
+        "clipped": masked.sum(clipped_BT, mask_BT),
+        "clipped_high": masked.sum(clipped_BT & (ratio_BT > 1.0), mask_BT),
+        "kl_sum": masked.sum(ratio_BT - 1.0 - log_ratio_BT, mask_BT),
+        "ratio_sum": masked.sum(ratio_BT, mask_BT),
+        "ratio_square_sum": masked.sum(jnp.square(ratio_BT), mask_BT),
+        "ratio_max": jnp.max(masked.zero(ratio_BT, mask_BT)),
+    }
+
+
+def summarise(sums: Mapping[str, chex.Array]) -> dict[str, chex.Array]:
+    """Finishes the off-policy sums of `policy_loss` into metrics, over all micro-batches.
+
+    Args:
+      sums: scalars of one micro-batch, or stacked over micro-batches (what lax.scan returns).
+
+    Returns: over the trained tokens,
+      tokens              how many
+      clip_fraction       share whose gradient was cut (ppo, gspo) or weight bounded (cispo)
+      clip_fraction_high  the part of it above the upper bounds
+      approx_kl           mean of r - 1 - log r, nats: estimates KL(sampler || policy), >= 0
+      ratio_mean, ratio_max
+      ess                 (Σ r)² / (n Σ r²), in (0, 1]: effective share of the samples; 1 on-policy, 0 of nothing
+    """
+    total = {name: jnp.max(x) if name == "ratio_max" else jnp.sum(x) for name, x in sums.items()}
+    per_token = aggregate.reciprocal(total["tokens"])
+    return {
+        "tokens": total["tokens"],
+        "clip_fraction": total["clipped"] * per_token,
+        "clip_fraction_high": total["clipped_high"] * per_token,
+        "approx_kl": total["kl_sum"] * per_token,
+        "ratio_mean": total["ratio_sum"] * per_token,
+        "ratio_max": total["ratio_max"],
+        "ess": total["ratio_sum"] * per_token * total["ratio_sum"] * aggregate.reciprocal(total["ratio_square_sum"]),
+    }
+
+
+def importance_weights(
+    log_ratio_BT: chex.Array, mask_BT: chex.Array, *, high: float, low: float = 0.0, outside: str = "truncate"
+) -> chex.Array:
+    """Weights that correct for a sampler that differs from the policy (its engine, or its age); no gradient.
+
+    truncate: clip(r, low, high), TIS; mask: r where low <= r <= high, else 0, IcePop. Multiply weight_BT by them.
+
+    Args:
+      log_ratio_BT: log π_trainer - log μ_sampler from `log_ratio`, at any level.
+      mask_BT: bool, tokens sampled by the policy.
+      high, low: bounds of the ratio, 0 <= low <= 1 <= high.
+      outside: 'truncate' | 'mask'.
+
+    Returns: float32, 0 off-mask.
+
+    Source: Yao et al. 2025 (https://fengyao.notion.site/off-policy-rl); Ling team 2025, IcePop
+      (https://arxiv.org/abs/2510.18855).
+    """
+    chex.assert_rank([log_ratio_BT, mask_BT], 2)
+    chex.assert_equal_shape([log_ratio_BT, mask_BT])
+    aggregate.choose(outside, ("truncate", "mask"), "importance weights outside the bounds")
+    if not 0 <= low <= 1 <= high:
+        raise base.InputError(f"importance weight bounds must hold 0 <= low <= 1 <= high, got {low}, {high}")
+    ratio_BT = jnp.exp(jnp.clip(masked.zero(log_ratio_BT, mask_BT), -LOG_RATIO_MAX, LOG_RATIO_MAX))
+    kept_BT = jnp.clip(ratio_BT, low, high)
+    if outside == "mask":
+        kept_BT = jnp.where(kept_BT == ratio_BT, ratio_BT, 0.0)
+    return jax.lax.stop_gradient(masked.zero(kept_BT, mask_BT))
+
+
+def entropy_bonus(entropy_BT: chex.Array, mask_BT: chex.Array, weight_BT: chex.Array, *, coef: float) -> chex.Array:
+    """Loss that rewards entropy: -coef Σ weight_BT * H_BT, with H in nats and coef >= 0."""
+    return -coef * aggregate.weighted_sum(entropy_BT, mask_BT, weight_BT)
+
+
+def _check_clip(clip_low: float, clip_high: float) -> None:
+    if clip_low < 0 or clip_high < 0:
+        raise base.InputError(f"clip_low and clip_high are distances from ratio 1: >= 0, got {clip_low}, {clip_high}")

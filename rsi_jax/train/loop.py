@@ -1,0 +1,140 @@
+"""The loop that every stage shares: resume, step, log, evaluate, save, stop.
+
+Everything a step draws comes from (seed, stage, step), and everything it changes is in the checkpoint: a run killed at
+any moment and started again does the lost steps to the same bits.
+"""
+
+import dataclasses
+import math
+import pathlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from rsi_jax import base, checkpoint, metrics
+from rsi_jax.train.setup import Parts
+
+
+class Stopped(Exception):
+    """A signal asked to stop; the state is saved."""
+
+
+@dataclasses.dataclass
+class Run:
+    """One run and its effects. offset: global step at which the stage began. results: what evaluations found."""
+
+    folder: pathlib.Path
+    parts: Parts
+    tracker: metrics.Tracker
+    ledger: metrics.Ledger
+    progress: metrics.Progress
+    stop: checkpoint.Stop
+    offset: int = 0
+    results: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self):
+        return self.parts.config
+
+
+@dataclasses.dataclass
+class Stage:
+    """One stage as the loop sees it.
+
+    step(state, i) -> (state, scalars): one batch. enough(state) -> bool: end early after a batch.
+    before(state): measurements at the start. evaluate(state, i): measure and log every `every` batches.
+    cursor / seek: the data position as JSON. archive: what `step` appends rollouts to.
+    """
+
+    name: str
+    index: int
+    total: int
+    state: base.TrainState
+    step: Callable[[base.TrainState, int], tuple[base.TrainState, Mapping[str, Any]]]
+    enough: Callable[[base.TrainState], bool] = lambda state: False
+    before: Callable[[base.TrainState], None] = lambda state: None
+    evaluate: Callable[[base.TrainState, int], None] = lambda state, i: None
+    every: int = 0
+    cursor: Callable[[], Any] = lambda: None
+    seek: Callable[[Any], None] = lambda cursor: None
+
+
+def checkpoints(folder: pathlib.Path, index: int, name: str, keep: int) -> checkpoint.Checkpoints:
+    """The checkpoints of one stage."""
+    return checkpoint.Checkpoints(folder / "checkpoints" / f"{index}_{name}", keep=keep)
+
+
+def check_finite(scalars: Mapping[str, Any], state: base.TrainState, stage: str, i: int) -> None:
+    """Stops the run when a loss, a gradient norm or a parameter is not finite, naming the tensor and the sample.
+
+    Raises: FloatingPointError.
+    """
+    bad = [name for name, value in scalars.items() if name.endswith(("loss", "norm")) or "grad_norm" in name]
+    bad = [name for name in bad if not math.isfinite(float(scalars[name]))]
+    row = int(scalars.get("bad_row", -1))
+    if not bad and row < 0:
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    broken = [jax.tree_util.keystr(path) for path, leaf in leaves if not bool(np.all(np.isfinite(np.asarray(leaf))))]
+    where = f"; rollout {row} of the batch has log-probs that are not finite" if row >= 0 else ""
+    tensors = f"; parameters not finite: {', '.join(broken[:3])} ({len(broken)} in all)" if broken else ""
+    raise FloatingPointError(
+        f"{stage} step {i}: {', '.join(bad) or 'a log-prob'} is not finite{where}{tensors}; the last checkpoint is "
+        "intact: lower the learning rate or look at that sample"
+    )
+
+
+Restored = tuple[int, base.TrainState, dict[str, Any]]
+
+
+def run_stage(run: Run, stage: Stage, found: Restored | None = None) -> base.TrainState:
+    """Runs a stage to its end, from `found` (what its checkpoints restored) or from its start.
+
+    Raises: Stopped after a signal, with the state saved.
+    """
+    every, keep = run.config.checkpoint.every, run.config.checkpoint.keep
+    saved = checkpoints(run.folder, stage.index, stage.name, keep)
+    state, i, done = stage.state, 0, stage.total == 0
+
+    def save(done: bool) -> None:
+        run.tracker.flush()
+        meta = {"results": run.results, "done": done, "cursor": stage.cursor(), "offset": run.offset}
+        with run.ledger.phase("checkpoint"):
+            saved.save(i, state, meta | {"ledger": run.ledger.state()})
+
+    if found is None:
+        stage.before(state)
+        save(done)
+    else:
+        i, state, meta = found
+        done = meta["done"]
+        stage.seek(meta["cursor"])
+    run.progress.stage(stage.name, stage.total, start=i)
+    while not done:
+        if run.stop.requested:
+            if i != saved.latest_step():
+                save(False)
+            raise Stopped(f"{run.stop.name}: saved at {stage.name} step {i}; the same command continues")
+        state, done = _advance(run, stage, state, i)
+        i += 1
+        if stage.every and i % stage.every == 0 and not done:
+            stage.evaluate(state, i)
+        if i % every == 0 or done:
+            save(done)
+    run.offset += i
+    return state
+
+
+def _advance(run: Run, stage: Stage, state: base.TrainState, i: int) -> tuple[base.TrainState, bool]:
+    """Does batch i and logs it: (state, whether the stage is done)."""
+    began = time.perf_counter()
+    state, scalars = stage.step(state, i)
+    scalars = {name: np.asarray(value).item() for name, value in jax.device_get(dict(scalars)).items()}
+    check_finite(scalars, state, stage.name, i)
+    scalars |= run.ledger.scalars() | {"time/step": time.perf_counter() - began}
+    run.tracker.log(stage.name, run.offset + i + 1, scalars)
+    run.progress.update(i + 1, reward=scalars.get("reward"), tokens=int(scalars.get("tokens", 0)))
+    return state, i + 1 == stage.total or stage.enough(state)

@@ -1,0 +1,264 @@
+"""The `rl` stage: collect, feedback, annotate, credit, update.
+
+    rollout, transcripts = collect(params, tasks, key)      # host: sample <-> env; rewards per segment
+    rollout = feedback.add(rollout, transcripts)            # host: locate, write hints -> Views
+    rollout = annotate(params, aux, rollout)                # jit: columns
+    credit  = credit_fn(rollout)                            # jit, pure: CreditFn
+    for mb in minibatches: state, metrics = update(state, mb)
+"""
+
+import functools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsi_jax import annotate, base, feedback, losses, optim, sharding
+from rsi_jax import rollout as rollout_lib
+from rsi_jax.feedback import schedule, teacher, views
+from rsi_jax.model import transformer
+from rsi_jax.train import evaluate, loop, setup, update
+
+
+PHASES = ("generate", "feedback", "annotate", "train")  # what counts as the wall time of the method
+
+
+def tasks(config, step: int, attempt: int = 0) -> list[rollout_lib.Task]:
+    """Draws the tasks of a batch from (seed, step): `groups` seeds, `group_size` rollouts each."""
+    rng = random.Random(f"rl/{config.seed}/{step}/{attempt}")
+    seeds = [rng.getrandbits(40) for _ in range(config.rl.groups)]
+    return [rollout_lib.Task(seed, g) for g, seed in enumerate(seeds) for _ in range(config.rl.group_size)]
+
+
+def rows_of(tree, rows: np.ndarray, total: int):
+    """Takes rollouts `rows` of a batch of `total`, with their views; scalars are left as they are."""
+
+    def take(x):
+        if np.ndim(x) == 0:
+            return x
+        per = x.shape[0] // total
+        return x.reshape(total, per, *x.shape[1:])[rows].reshape(len(rows) * per, *x.shape[1:])
+
+    return jax.tree.map(take, tree)
+
+
+def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int):
+    """Yields epochs * minibatches parts; rows are shuffled between epochs only when there is more than one part."""
+    B, parts = rollout.tokens_BT.shape[0], config.rl.minibatches
+    for epoch in range(config.rl.epochs):
+        if parts == 1:
+            yield rollout, credit
+            continue
+        order = np.random.default_rng([config.seed, step, epoch]).permutation(B)
+        for rows in np.split(order, parts):
+            part, scores = rows_of((rollout, credit), np.sort(rows), B)
+            if part.views is not None:
+                per = part.views.rollout_K.shape[0] // len(rows)
+                local_K = np.repeat(np.arange(len(rows), dtype=np.int32), per)
+                part = part.replace(views=part.views.replace(rollout_K=local_K))
+            yield part, scores
+
+
+class Trainer:
+    """The bound parts of the stage (functions and constants; the state is passed through)."""
+
+    def __init__(self, run: loop.Run, env_module, policy_writer=None):
+        config, parts = run.config, run.parts
+        self.run, self.config, self.parts = run, config, parts
+        self.summary = env_module.summary
+        self.credit_fn, self.needs = setup.bind_credit(config.credit)
+        self.credit = jax.jit(self.credit_fn)
+        self.writing = setup.make_writing(config, policy_writer)
+        self.objective = setup.make_objective(config)
+        updates = config.rl.updates * config.rl.epochs * config.rl.minibatches
+        rate = optim.learning_rate(
+            config.rl.lr, updates=updates, warmup=config.rl.warmup, schedule=config.rl.schedule
+        )
+        knobs = config.optimizer
+        self.optimizer = optim.make(
+            knobs.name, rate, b1=knobs.b1, b2=knobs.b2, weight_decay=config.rl.weight_decay
+        )
+        self.update = update.make_update(parts.model, self.objective, self.optimizer)
+        self.key = jax.random.fold_in(jax.random.key(config.seed), 2)
+
+    def start(self, params) -> base.TrainState:
+        """The state at the first step of the stage; parameters and optimizer state placed by the sharding table."""
+        hinted = "views" in self.needs
+        with_ref = self.config.rl.kl_coef > 0 or self.config.rl.kl_in_reward > 0
+        state = base.TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt=self.optimizer.init(params),
+            teacher=teacher.init(self.config.feedback.teacher, params) if hinted else None,
+            ref=jax.tree.map(jnp.copy, params) if with_ref else None,
+            aux=schedule.init(),
+        )
+        return jax.device_put(state, sharding.param_shardings(state, transformer.LOGICAL_AXES, self.parts.mesh))
+
+    def collect(self, state: base.TrainState, step: int):
+        """Plays a batch; with dynamic sampling, groups without signal are played again, a bounded number of rounds."""
+        batch, rollout, transcripts = None, None, None
+        for attempt in range(1 + self.config.rl.dynamic_rounds):
+            drawn = tasks(self.config, step, attempt)
+            key = jax.random.fold_in(jax.random.fold_in(self.key, step), attempt)
+            if batch is None:
+                batch = drawn
+                rollout, transcripts = self._play(state.params, batch, key)
+            else:
+                dull = [row for row, task in enumerate(batch) if task.group in silent]
+                redo = [drawn[row] for row in dull]
+                again, texts = self._play(state.params, redo, key)
+                rollout = _put_rows(rollout, again, np.array(dull))
+                for row, text in zip(dull, texts, strict=True):
+                    transcripts[row] = text
+            silent = _silent_groups(rollout)
+            if not silent:
+                break
+        return rollout, transcripts, {"silent_groups": float(len(silent)), "dynamic_rounds": float(attempt)}
+
+    def _play(self, params, batch, key):
+        rollout, transcripts = rollout_lib.collect(params, batch, key, self.parts.sampler)
+        sampled = sum(turn.length for transcript in transcripts for turn in transcript.turns)
+        self.run.ledger.add(generated=sampled)
+        self.run.ledger.drop("rollouts truncated by the context", sum(t.truncated for t in transcripts))
+        return rollout, transcripts
+
+    def annotate(self, state: base.TrainState, rollout: base.Rollout) -> base.Rollout:
+        """Adds the scored columns that the variant and the loss need."""
+        columns = [name for name in self.needs if name != "views"]
+        if state.ref is not None:
+            columns.append("ref_logp_BT")
+        if not columns:
+            return rollout
+        self.run.ledger.add(scored=int(np.sum(rollout.length_B)) * len(columns))
+        return annotate.annotate(
+            state.params,
+            rollout,
+            config=self.parts.model,
+            columns=tuple(columns),
+            ref=state.ref,
+            teacher=state.teacher,
+            temperature=self.objective.temperature,
+            chunk=self.objective.chunk,
+            span=self.objective.span,
+        )
+
+    def add_feedback(self, state: base.TrainState, rollout: base.Rollout, transcripts, step: int):
+        """Adds the views, weighed by the schedule, and measures what the teacher thinks of the right action."""
+        f, seed = self.config.feedback, f"feedback/{self.config.seed}/{step}"
+        rollout, written, counts = feedback.add(rollout, transcripts, self.parts.chat, self.writing, seed=seed)
+        factor = float(
+            schedule.scale(
+                state.aux, step, warmup=f.warmup, decay=f.decay, off_at=f.off_at, min_gain=f.min_gain
+            )
+        )
+        counts["feedback/scale"] = factor
+        views_K = rollout.views.replace(weight_K=rollout.views.weight_K * np.float32(factor))
+        self.run.ledger.add(hint=views.extra_tokens(views_K))
+        self.run.ledger.drop("located turns beyond feedback.per_rollout", int(counts["feedback/left_out"]))
+        self.run.ledger.drop("located turns with an empty hint", int(counts["feedback/empty_hints"]))
+        if written and "right" in transcripts[0].turns[0].info:
+            some = written[:: max(1, len(written) // 16)][:16]
+            findings, texts = [finding for finding, _ in some], [text for _, text in some]
+            bound = functools.partial(
+                evaluate.right_action_probability, config=self.parts.model, chat=self.parts.chat,
+                transcripts=transcripts, findings=findings, chunk=self.objective.chunk,
+            )  # fmt: skip
+            voice = state.params if state.teacher is None else state.teacher
+            counts["feedback/teacher_right"] = bound(voice, texts=texts)
+            counts["feedback/student_right"] = bound(state.params, texts=[""] * len(texts))
+        return rollout.replace(views=views_K), counts
+
+    def step(self, state: base.TrainState, step: int) -> tuple[base.TrainState, dict[str, Any]]:
+        """One batch, from tasks to updated parameters."""
+        ledger = self.run.ledger
+        with ledger.phase("generate"):
+            rollout, transcripts, scalars = self.collect(state, step)
+            rollout = rollout_lib.trim(rollout)
+        if step == 0:
+            self.check_parity(state.params, rollout)
+        scalars |= {f"train/{name}": value for name, value in self.summary(transcripts).items()}
+        scalars["reward"] = float(np.mean([transcript.score for transcript in transcripts]))
+        scalars["tokens"] = float(np.sum(rollout.mask_BT))
+        if "views" in self.needs:
+            with ledger.phase("feedback"):
+                rollout, counts = self.add_feedback(state, rollout, transcripts, step)
+                scalars |= counts
+        with ledger.phase("annotate"):
+            rollout = self.annotate(state, rollout)
+            if self.config.rl.kl_in_reward:
+                knobs = {"coef": self.config.rl.kl_in_reward, "estimator": "k1"}
+                rollout = losses.kl_in_reward(rollout, **knobs)
+            credit = self.credit(rollout)
+            scalars |= {f"credit/{name}": value for name, value in credit.metrics.items()}
+        credit = credit.replace(metrics={})
+        with ledger.phase("train"):
+            for part, scores in minibatches(rollout, credit, self.config, step):
+                part, scores = sharding.put_rows((part, scores), self.parts.mesh)
+                state, measured = self.update(state, part, scores)
+                ledger.add(trained=int(np.sum(rollout.length_B)) // self.config.rl.minibatches)
+            scalars |= jax.device_get(measured)
+        success = scalars.get("train/success", scalars["reward"])
+        aux = schedule.learn(state.aux, jnp.float32(success))
+        return state.replace(aux=aux), scalars
+
+    def check_parity(self, params, rollout: base.Rollout) -> None:
+        """Refuses to train when the sampler's log-probs are not the trainer's.
+
+        Raises: RuntimeError naming the worst difference and its place.
+        """
+        logp_BT, _ = annotate.score_rollout(
+            params, rollout, config=self.parts.model,
+            temperature=self.objective.temperature, chunk=self.objective.chunk,
+        )  # fmt: skip
+        gap_BT = np.abs(np.asarray(logp_BT) - np.asarray(rollout.logp_BT))
+        worst = float(gap_BT.max())
+        self.run.results["parity"] = worst
+        if not worst <= self.config.rl.parity_tol:
+            row, column = np.unravel_index(gap_BT.argmax(), gap_BT.shape)
+            raise RuntimeError(
+                f"the sampler's log-probs differ from the trainer's by {worst:.2g} nats (rollout {row}, token {column}; "
+                f"rl.parity_tol={self.config.rl.parity_tol}): refusing to train"
+            )
+
+    def enough(self, state: base.TrainState) -> bool:
+        """Whether a budget of the stage is spent, or the running success is where it should be."""
+        rl, ledger = self.config.rl, self.run.ledger
+        minutes = sum(ledger.state()["seconds"].get(name, 0.0) for name in PHASES) / 60
+        return bool(
+            (rl.max_generated and ledger.tokens["generated"] >= rl.max_generated)
+            or (rl.max_minutes and minutes >= rl.max_minutes)
+            or float(state.aux["success"]) >= rl.stop_at
+        )
+
+
+def _silent_groups(rollout: base.Rollout) -> set[int]:
+    """Groups whose returns agree: no gradient comes from them."""
+    score_B, group_B = np.asarray(rollout.return_B), np.asarray(rollout.group_B)
+    return {int(g) for g in np.unique(group_B) if np.ptp(score_B[group_B == g]) <= 1e-6}
+
+
+def _put_rows(rollout: base.Rollout, other: base.Rollout, rows: np.ndarray) -> base.Rollout:
+    def put(old, new):
+        old = np.array(old)
+        old[rows] = new
+        return old
+
+    return jax.tree.map(put, rollout, other).replace(group_B=rollout.group_B, chain_B=rollout.chain_B)
+
+
+def measure(trainer: Trainer, state: base.TrainState, *, episodes: int) -> evaluate.Result:
+    """Evaluates the policy without hints, and the hint gain (teacher's weights) at the turns the rules locate."""
+    config, parts = trainer.config, trainer.parts
+    with trainer.run.ledger.phase("evaluate"):
+        result = evaluate.evaluate(
+            state.params, parts.sampler, trainer.summary, seed=config.evaluation.seed, episodes=episodes
+        )
+        voice = state.params if state.teacher is None else state.teacher
+        gain = evaluate.hint_gain(
+            voice, parts.sampler, result.transcripts, trainer.writing.rules, trainer.writing.templates,
+            hint="template", limit=64, seed="evaluation", chunk=config.compute.chunk,
+        )  # fmt: skip
+    return evaluate.Result(result.scalars | gain, result.rollout, result.transcripts)

@@ -1,0 +1,168 @@
+"""From a config to the parts of a run: model, tokenizer, environment, sampler, credit, feedback. Effects at the rim."""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+
+from rsi_jax import base, credit, envs, feedback, losses, optim, sample, sharding
+from rsi_jax import rollout as rollout_lib
+from rsi_jax.feedback import hints, locate
+from rsi_jax.feedback import teacher as teacher_lib
+from rsi_jax.model import chat as chat_lib
+from rsi_jax.model import gguf_file, hf, tokenizer, transformer
+from rsi_jax.train.update import Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What every stage shares."""
+
+    config: Any
+    model: transformer.Config
+    start: Any
+    chat: chat_lib.Chat
+    env: envs.Env
+    sampler: rollout_lib.Sampler
+    mesh: jax.sharding.Mesh
+
+
+def make_env(config, horizon: int | None = None) -> envs.Env:
+    """Builds the environment of the config; `horizon` overrides its own (for demonstrations)."""
+    knobs = config.env[config.env.name].to_dict()
+    if config.env.name == "jsonl":
+        knobs |= {"path": config.data.path, "reward": config.reward}
+    if horizon is not None:
+        knobs |= {"horizon": horizon, "goals": 0, "slack": 0}
+    return envs.find(config.env.name).make(**knobs)
+
+
+def make_model(config, env, *, value_head: bool) -> tuple[transformer.Config, Any, chat_lib.Chat]:
+    """Builds or loads the policy: (shape, params, chat). A tiny model starts from the seed."""
+    source = config.model.source
+    if source == "tiny":
+        if not hasattr(env, "words"):
+            raise base.InputError(
+                f"model.source='tiny' has a word vocabulary and env {config.env.name!r} lists none: use real weights"
+            )
+        words = tokenizer.WordTokenizer(env.words())
+        sizes = {name: config.model[name] for name in config.model if name != "source"}
+        model = transformer.Config(vocab=words.vocab_size, value_head=value_head, **sizes)
+        key = jax.random.fold_in(jax.random.key(config.seed), 0)
+        return model, transformer.init(model, key), chat_lib.word_chat(words)
+    if source == "smollm2":
+        source = str(gguf_file.find_smollm2())
+    load = gguf_file.load if source.endswith(".gguf") else hf.load
+    model, params, words, template = load(source, value_head=value_head)
+    model = dataclasses.replace(model, dtype=config.model.dtype)
+    return model, jax.tree.map(jax.numpy.asarray, params), chat_lib.Chat(words, template)
+
+
+def bind_credit(knobs, name: str | None = None) -> tuple[base.CreditFn, tuple[str, ...]]:
+    """Binds a credit variant to its knobs by name: (the function, the columns it and what it wraps need)."""
+    name = name or knobs.name
+    function, needs = credit.find(name)
+    bound = dict(knobs.get(name, {}))
+    if "inner" in bound:
+        bound["inner"], more = bind_credit(knobs, bound["inner"])
+        needs = tuple(dict.fromkeys(needs + more))
+    return functools.partial(function, **bound), needs
+
+
+def make_writing(config, policy: hints.PolicyWriter | None = None) -> feedback.Writing:
+    """Binds the locating rules and the hint texts."""
+    f = config.feedback
+    texts = hints.Templates(dict(f.templates), dict(f.wrong), f.oracle, f.irrelevant)
+    rules = locate.find(f.rules, {name: dict(f[name]) for name in f.rules if name in f})
+    return feedback.Writing(rules, f.hint, texts, f.per_rollout, policy)
+
+
+def make_objective(config) -> Objective:
+    """Collects the loss's knobs from the config."""
+    known = {field.name for field in dataclasses.fields(Objective)}
+    knobs = {name: value for name, value in config.rl.items() if name in known}
+    return Objective(
+        **knobs,
+        temperature=config.sample.temperature,
+        teacher=config.feedback.teacher,
+        teacher_rate=config.feedback.teacher_rate,
+        teacher_every=config.feedback.teacher_every,
+        span=config.sample.max_tokens,
+        chunk=config.compute.chunk,
+        remat=config.compute.remat,
+    )
+
+
+def _need(ok: bool, text: str) -> None:
+    if not ok:
+        raise base.InputError(text)
+
+
+def check(config) -> None:
+    """Refuses bad values before anything is compiled, in one line that names the field.
+
+    Raises: base.InputError.
+    """
+    for stage in config.stages:
+        _need(stage in ("lm", "rl"), f"stages names {stage!r}, which is no stage (known: lm, rl)")
+    for path, low in (
+        ("lm.updates", 0), ("lm.batch_rows", 1), ("lm.row_tokens", 2), ("rl.updates", 0), ("rl.groups", 1),
+        ("rl.group_size", 1), ("rl.epochs", 1), ("rl.minibatches", 1), ("rollout.capacity", 2), ("rollout.slots", 1),
+        ("evaluation.episodes", 1), ("evaluation.final_episodes", 1), ("checkpoint.every", 1), ("checkpoint.keep", 1),
+        ("feedback.per_rollout", 1),
+    ):  # fmt: skip
+        group, name = path.split(".")
+        _need(config[group][name] >= low, f"{path}={config[group][name]} must be at least {low}")
+    for path in ("lm.lr", "rl.lr"):
+        group, name = path.split(".")
+        _need(config[group][name] >= 0, f"{path}={config[group][name]} must not be negative")
+    batch = config.rl.groups * config.rl.group_size
+    _need(
+        batch % config.rl.minibatches == 0,
+        f"rl.minibatches={config.rl.minibatches} does not divide the {batch} rollouts of a batch",
+    )
+    micro, rows = config.rl.micro_batch, batch // config.rl.minibatches
+    _need(not micro or rows % micro == 0, f"rl.micro_batch={micro} does not divide the {rows} rollouts of a minibatch")
+    for path, names in (
+        ("rl.surrogate", losses.SURROGATES),
+        ("rl.aggregation", losses.AGGREGATIONS),
+        ("rl.kl_estimator", losses.KL_ESTIMATORS),
+        ("rl.ratio_level", ("", *losses.RATIO_LEVELS)),
+        ("rl.schedule", optim.SCHEDULES),
+        ("lm.schedule", optim.SCHEDULES),
+        ("optimizer.name", optim.NAMES),
+        ("feedback.teacher", teacher_lib.KINDS),
+        ("feedback.hint", (*hints.WRITERS, "policy")),
+    ):
+        group, name = path.split(".")
+        value = config[group][name]
+        _need(value in names, f"{path}={value!r} is none of {', '.join(map(repr, names))}")
+    bind_credit(config.credit)
+    if config.credit.name in config.credit:
+        knobs = config.credit[config.credit.name]
+        known = inspect.signature(credit.find(config.credit.name)[0]).parameters
+        for name in knobs:
+            _need(name in known, f"credit.{config.credit.name}.{name} is no knob of that variant")
+    make_writing(config)
+
+
+def make_parts(config) -> Parts:
+    """Builds everything that the stages share.
+
+    Raises: base.InputError for whatever the user can mend.
+    """
+    check(config)
+    env = make_env(config)
+    needs = bind_credit(config.credit)[1]
+    model, start, chat = make_model(config, env, value_head="value_BT" in needs)
+    sampling = sample.Sampling(
+        temperature=config.sample.temperature,
+        top_k=config.sample.top_k,
+        top_p=config.sample.top_p,
+        max_tokens=config.sample.max_tokens,
+        stop_ids=tuple(sorted(chat.stop_ids)),
+    )
+    sampler = rollout_lib.Sampler(env, chat, model, sampling, config.rollout.capacity, config.rollout.slots)
+    return Parts(config, model, start, chat, env, sampler, sharding.make_mesh(config.mesh.to_dict()))

@@ -1,0 +1,222 @@
+"""One optimizer update: the losses of a minibatch, two gradients balanced, one step."""
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from rsi_jax import annotate, base, losses, optim
+from rsi_jax.feedback import teacher as teacher_lib
+from rsi_jax.feedback import views as views_lib
+from rsi_jax.kernels import divergence as divergence_op
+from rsi_jax.model import transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The loss, as static knobs. Units and reasons stand in configs/default.py.
+
+    outcome_clip, feedback_clip: each gradient is clipped to its own norm before they are added: a raw forward KL starts
+    about 50 times larger than the policy gradient and would silence it under one common clip.
+    span: scored tokens of a view at most (U). micro_batch: rollouts per forward, 0 = all at once.
+    """
+
+    surrogate: str = "ppo"
+    ratio_level: str = ""
+    aggregation: str = "token_mean"
+    aggregation_constant: float = 0.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3+"
+    entropy_coef: float = 0.0
+    value_coef: float = 0.5
+    value_clip: float = 0.2
+    outcome_clip: float = 1.0
+    feedback_clip: float = 1.0
+    temperature: float = 1.0
+    teacher: str = "frozen"
+    teacher_rate: float = 0.05
+    teacher_every: int = 10
+    span: int = 8
+    micro_batch: int = 0
+    chunk: int = 512
+    remat: bool = False
+
+
+def token_weights(rollout: base.Rollout, objective: Objective) -> chex.Array:
+    """Pre-scales every token over the whole optimizer batch, so that any micro-batching sums to the same loss."""
+    return losses.aggregate_weights(
+        rollout.mask_BT,
+        rollout.weight_B,
+        rollout.group_B,
+        how=objective.aggregation,
+        constant=objective.aggregation_constant,
+    )
+
+
+def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base.Credit, weight_BT, o: Objective):
+    """The policy loss on the credit's advantages, with KL, entropy and critic terms: (loss, sums to log)."""
+    mask_BT = rollout.mask_BT
+    logp_BT, entropy_BT = annotate.token_logp(
+        params, config, hidden_BTD, rollout, temperature=o.temperature, chunk=o.chunk
+    )
+    loss, ratios = losses.policy_loss(
+        logp_BT,
+        rollout.logp_BT,
+        credit.adv_BT,
+        mask_BT,
+        weight_BT,
+        surrogate=o.surrogate,
+        ratio_level=o.ratio_level,
+        clip_low=o.clip_low,
+        clip_high=o.clip_high,
+        dual_clip=o.dual_clip,
+    )
+    sums = {"policy_loss": loss, "entropy": losses.weighted_sum(entropy_BT, mask_BT, weight_BT)}
+    if o.entropy_coef:
+        loss += losses.entropy_bonus(entropy_BT, mask_BT, weight_BT, coef=o.entropy_coef)
+    if o.kl_coef:
+        base.require(rollout, "ref_logp_BT")
+        kl_BT = losses.kl_penalty_BT(logp_BT, rollout.ref_logp_BT, mask_BT, estimator=o.kl_estimator)
+        sums["kl_ref"] = losses.weighted_sum(kl_BT, mask_BT, weight_BT)
+        loss += o.kl_coef * sums["kl_ref"]
+    if credit.value_target_BT is not None:
+        value_BT = annotate.shifted_values(params, hidden_BTD)
+        value, value_sums = losses.value_loss(
+            value_BT, rollout.value_BT, credit.value_target_BT, mask_BT, weight_BT, clip=o.value_clip
+        )
+        sums["value_loss"] = value
+        loss += o.value_coef * value
+        ratios = ratios | {f"value_{name}": x for name, x in value_sums.items()}
+    row_B = jnp.sum(jnp.where(mask_BT, logp_BT, 0.0), axis=1)  # names the sample when a loss is not finite
+    return loss, (sums, ratios, row_B)
+
+
+def feedback_loss(params, teacher, config, hidden_BTD, rollout: base.Rollout, credit: base.Credit, o: Objective):
+    """The divergence of each view's span, student from teacher, times the credit's view weights: (loss, sums)."""
+    views, d = rollout.views, credit.divergence
+    teacher_params = jax.lax.stop_gradient(params) if teacher is None else teacher
+    student_KUD = views_lib.student_states(hidden_BTD, views, o.span)
+    teacher_KUD = views_lib.teacher_states(teacher_params, config, rollout.tokens_BT, views, o.span)
+    K, U, D = student_KUD.shape
+    value_KU = divergence_op.divergence(
+        student_KUD.reshape(-1, D),
+        transformer.unembedding(params),
+        teacher_KUD.reshape(-1, D),
+        transformer.unembedding(teacher_params),
+        views_lib.span_tokens(rollout.tokens_BT, views, o.span).reshape(-1),
+        name=d.name,
+        alpha=d.alpha,
+        top_k=d.top_k,
+        clip=d.clip,
+        temperature=d.temperature,
+        soft_cap=config.logit_soft_cap,
+        chunk=o.chunk,
+    ).reshape(K, U)
+    mask_KU = views_lib.span_mask(views, o.span)
+    used_K = credit.view_weight_K != 0
+    value_K = jnp.sum(jnp.where(mask_KU, value_KU, 0.0), axis=1) / jnp.maximum(1, jnp.sum(mask_KU, axis=1))
+    loss = jnp.sum(jnp.where(used_K, credit.view_weight_K * jnp.where(used_K, value_K, 0.0), 0.0))
+    return loss, {"divergence": jnp.sum(jnp.where(used_K, value_K, 0.0)), "views": jnp.sum(used_K)}
+
+
+def _micro_batches(tree, rows: int, count: int):
+    """Splits leading axes of rows (or rows * n) into [count, ...], taking every count-th row: shards stay busy."""
+
+    def split(x):
+        per = x.shape[0] // rows
+        x = x.reshape(rows // count, count, per, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(count, rows // count * per, *x.shape[3:])
+
+    return jax.tree.map(split, tree)
+
+
+def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credit, o: Objective):
+    """Sums the two gradients over micro-batches: (outcome, feedback or None, sums, ratio sums, row_B).
+
+    Raises: base.InputError when micro_batch does not divide the rollouts.
+    """
+    B = rollout.tokens_BT.shape[0]
+    count = B // o.micro_batch if o.micro_batch else 1
+    if o.micro_batch and B % o.micro_batch:
+        raise base.InputError(f"rl.micro_batch={o.micro_batch} does not divide the {B} rollouts of a minibatch")
+    hinted = credit.view_weight_K is not None and rollout.views is not None
+    credit = credit.replace(metrics={})
+
+    def losses_of(params, micro):
+        rollout, credit, weight_BT = micro
+        hidden_BTD = annotate.hidden_states(params, config, rollout, remat=o.remat)
+        outcome, aux = outcome_loss(params, config, hidden_BTD, rollout, credit, weight_BT, o)
+        if not hinted:
+            return (outcome,), (*aux, {})
+        feedback, view_sums = feedback_loss(params, teacher, config, hidden_BTD, rollout, credit, o)
+        return (outcome, feedback), (*aux, view_sums | {"feedback_loss": feedback})
+
+    def one(micro):
+        out, pull, aux = jax.vjp(lambda p: losses_of(p, micro), params, has_aux=True)
+        grads = [pull(tuple(jnp.float32(i == j) for j in range(len(out))))[0] for i in range(len(out))]
+        return grads, aux
+
+    whole = (rollout, credit, token_weights(rollout, o))
+    if count == 1:
+        grads, (sums, ratios, row_B, view_sums) = one(whole)
+        return grads, sums, ratios, row_B, view_sums
+    micros = _micro_batches(whole, B, count)
+    if hinted:
+        views = micros[0].views
+        micros = (micros[0].replace(views=views.replace(rollout_K=views.rollout_K // count)), *micros[1:])
+    zero = [jax.tree.map(jnp.zeros_like, params) for _ in range(1 + hinted)]
+
+    def step(total, micro):
+        grads, aux = one(micro)
+        return jax.tree.map(jnp.add, total, grads), aux
+
+    grads, (sums, ratios, row_B, view_sums) = jax.lax.scan(step, zero, micros)
+    sums, view_sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, view_sums))
+    return grads, sums, ratios, row_B.T.reshape(-1), view_sums
+
+
+def _dot(a, b) -> chex.Array:
+    return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def make_update(config: transformer.Config, objective: Objective, optimizer: optax.GradientTransformation):
+    """Binds the static parts and jits: update(state, rollout, credit) -> (state, metrics). The state is donated."""
+
+    def update(state: base.TrainState, rollout: base.Rollout, credit: base.Credit) -> tuple[base.TrainState, Any]:
+        grads, sums, ratios, row_B, view_sums = gradients(
+            state.params, state.teacher, config, rollout, credit, objective
+        )
+        total, outcome_norm = optim.clip(grads[0], objective.outcome_clip)
+        metrics = dict(sums) | losses.summarise(ratios) | {"grad_norm/outcome": outcome_norm}
+        if len(grads) == 2:
+            clipped, norm = optim.clip(grads[1], objective.feedback_clip)
+            dot = _dot(grads[0], grads[1])
+            metrics |= {
+                "grad_norm/feedback": norm,
+                "grad_cosine": dot / jnp.maximum(norm * outcome_norm, 1e-12),
+                "feedback_loss": view_sums["feedback_loss"],
+                "divergence": view_sums["divergence"] / jnp.maximum(1, view_sums["views"]),
+                "views": view_sums["views"],
+            }
+            total = jax.tree.map(jnp.add, total, clipped)
+        changes, opt = optimizer.update(total, state.opt, state.params)
+        params = optax.apply_updates(state.params, changes)
+        step = state.step + 1
+        teacher = teacher_lib.advance(
+            objective.teacher,
+            state.teacher,
+            params,
+            step,
+            rate=objective.teacher_rate,
+            every=objective.teacher_every,
+        )
+        metrics["bad_row"] = jnp.where(jnp.all(jnp.isfinite(row_B)), -1, jnp.argmin(jnp.isfinite(row_B)))
+        return state.replace(step=step, params=params, opt=opt, teacher=teacher), metrics
+
+    return jax.jit(update, donate_argnums=0)

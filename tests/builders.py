@@ -1,0 +1,197 @@
+"""Rollouts for tests: written out span by span, or random; and views on them. Host arrays made by numpy."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from rsi_jax import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One segment: kind, length, and what lands when it ends."""
+
+    kind: int
+    length: int
+    reward: float = 0.0
+    discount: float = 1.0
+    finish: int = base.NOT_SAMPLED
+
+
+def prompt(length: int) -> Span:
+    return Span(base.PROMPT, length)
+
+
+def action(length: int, reward: float = 0.0, *, discount: float = 1.0, finish: int = base.STOP) -> Span:
+    return Span(base.ACTION, length, reward, discount, finish)
+
+
+def observation(length: int, reward: float = 0.0, *, discount: float = 1.0) -> Span:
+    return Span(base.OBSERVATION, length, reward, discount)
+
+
+def rollout(
+    rows: Sequence[Sequence[Span]],
+    *,
+    group: Sequence[int] | None = None,
+    weight: Sequence[float] | None = None,
+    value: Sequence[Sequence[float]] | None = None,
+    T: int | None = None,
+    S: int | None = None,
+    seed: int = 0,
+) -> base.Rollout:
+    """Lays rows of spans out as a Rollout, with random tokens, log-probs and references.
+
+    Args:
+      rows: spans of each rollout, in time order from token 0.
+      group: group ids in [0, B); None = one group.
+      weight: row weights; None = 1.
+      value: critic of each row's SAMPLED tokens in time order; None = no value column.
+      T, S: capacities; None = what the longest row needs.
+    """
+    rng = np.random.default_rng(seed)
+    B = len(rows)
+    T = T or max(sum(span.length for span in row) for row in rows)
+    S = S or max(len(row) for row in rows)
+    columns = {
+        "start": np.zeros((B, S), np.int32),
+        "length": np.zeros((B, S), np.int32),
+        "kind": np.zeros((B, S), np.int32),
+        "reward": np.zeros((B, S), np.float32),
+        "discount": np.ones((B, S), np.float32),
+        "finish": np.zeros((B, S), np.int32),
+        "anchor": np.full((B, S), base.NO_ANCHOR, np.int32),
+        "parent": np.full((B, S), base.NO_PARENT, np.int32),
+    }
+    for b, row in enumerate(rows):
+        start = 0
+        for s, span in enumerate(row):
+            columns["start"][b, s] = start
+            for name in ("length", "kind", "reward", "discount", "finish"):
+                columns[name][b, s] = getattr(span, name)
+            start += span.length
+        if start > T:
+            raise ValueError(f"row {b} has {start} tokens, T = {T}")
+    made = base.Rollout(
+        tokens_BT=jnp.asarray(rng.integers(0, 50, (B, T), np.int32)),
+        logp_BT=jnp.zeros((B, T)),
+        kept_mass_BT=jnp.ones((B, T)),
+        group_B=jnp.asarray(np.zeros(B, np.int32) if group is None else np.asarray(group, np.int32)),
+        segments=base.Segments(**{f"{name}_BS": jnp.asarray(x) for name, x in columns.items()}),
+        weight_B=jnp.asarray(np.ones(B, np.float32) if weight is None else np.asarray(weight, np.float32)),
+        chain_B=jnp.arange(B, dtype=jnp.int32),
+    )
+    mask_BT = np.zeros((B, T), bool)
+    for b, s in zip(*np.nonzero(columns["kind"] == base.ACTION), strict=True):
+        mask_BT[b, columns["start"][b, s] : columns["start"][b, s] + columns["length"][b, s]] = True
+    logp_BT, ref_logp_BT = -rng.exponential(1.0, (2, B, T)).astype(np.float32)
+    value_BT = None
+    if value is not None:
+        value_BT = np.zeros((B, T), np.float32)
+        value_BT[mask_BT] = np.concatenate([np.asarray(row, np.float32) for row in value])
+        value_BT = jnp.asarray(value_BT)
+    return made.replace(
+        logp_BT=jnp.asarray(np.where(mask_BT, logp_BT, 0.0)),
+        ref_logp_BT=jnp.asarray(np.where(mask_BT, ref_logp_BT, 0.0)),
+        value_BT=value_BT,
+    )
+
+
+def bandit(
+    returns: Sequence[float],
+    *,
+    group: Sequence[int] | None = None,
+    weight: Sequence[float] | None = None,
+    tokens: int = 2,
+) -> base.Rollout:
+    """One-turn rollouts with the given returns: a prompt of 1 token and an action of `tokens`."""
+    rows = [[prompt(1), action(tokens, r, discount=0.0)] for r in returns]
+    return rollout(rows, group=group, weight=weight)
+
+
+def random_rollout(
+    seed: int,
+    *,
+    B: int = 8,
+    T: int = 32,
+    turns: int = 3,
+    groups: int = 2,
+    truncated: float = 0.3,
+    masked: float = 0.0,
+    terminal_reward: bool = False,
+) -> base.Rollout:
+    """Draws multi-turn rollouts with every scored column (reference log-probs and values), same shapes for all seeds.
+
+    Args:
+      seed: same seed, same rollout.
+      B, T: rollouts, token capacity (T >= 4 * turns + 2).
+      turns: most turns; each rollout has 1 to `turns`.
+      groups: ids 0 .. groups - 1, as even as they go, in random order.
+      truncated: share of turns that end for lack of tokens (finish LENGTH); as the last one, the rollout is truncated.
+      masked: share of rollouts with weight 0.
+      terminal_reward: reward at the end only, in {0, 1}; otherwise normal, on actions and observations.
+    """
+    if T < 4 * turns + 2:
+        raise ValueError(f"T = {T} cannot hold {turns} turns")
+    rng = np.random.default_rng(seed)
+    most = (T - 2) // (2 * turns)
+
+    def row() -> list[Span]:
+        n = int(rng.integers(1, turns + 1))
+        spans = [prompt(int(rng.integers(1, 3)))]
+        for k in range(n):
+            last, cut = k == n - 1, rng.random() < truncated
+            reward = float(rng.integers(0, 2)) if terminal_reward and last else 0.0
+            reward = reward if terminal_reward else float(rng.normal())
+            finish = base.LENGTH if cut else base.ENV if last else base.STOP
+            discount = 0.0 if last and not cut else 1.0
+            spans.append(action(int(rng.integers(1, most + 1)), reward, discount=discount, finish=finish))
+            if not last:
+                given = 0.0 if terminal_reward else float(rng.normal())
+                spans.append(observation(int(rng.integers(1, most + 1)), given))
+        return spans
+
+    rows = [row() for _ in range(B)]
+    group = rng.permutation(np.arange(B) % groups)
+    weight = (rng.random(B) >= masked).astype(np.float32)
+    made = rollout(rows, group=group, weight=weight, T=T, S=2 * turns + 1, seed=seed)
+    value_BT = rng.normal(size=(B, T)).astype(np.float32)  # log-probs are < 0 exactly on the mask
+    return made.replace(value_BT=jnp.asarray(np.where(made.logp_BT < 0, value_BT, 0.0)))
+
+
+def random_views(
+    seed: int, rollout: base.Rollout, *, per_rollout: int = 2, hint_tokens: int = 4, unused: float = 0.3
+) -> base.Views:
+    """Draws views on whole actions of a rollout, hints of 1 to `hint_tokens` tokens standing just before or at it.
+
+    Args:
+      seed: same seed, same views.
+      per_rollout: K = B * per_rollout.
+      unused: share of rows left unused.
+    """
+    rng = np.random.default_rng(seed)
+    segments = rollout.segments
+    K = segments.start_BS.shape[0] * per_rollout
+    columns = {name: np.zeros(K, np.int32) for name in ("insert_at", "span_start", "span_length", "hint_length")}
+    columns["rollout"] = np.arange(K, dtype=np.int32) // per_rollout
+    columns["source"] = np.full(K, -1, np.int32)
+    weight_K, polarity_K = np.zeros(K, np.float32), np.ones(K, np.float32)
+    start_BS, length_BS, kind_BS = map(np.asarray, (segments.start_BS, segments.length_BS, segments.kind_BS))
+    for k, b in enumerate(columns["rollout"]):
+        actions = np.flatnonzero((kind_BS[b] == base.ACTION) & (length_BS[b] > 0))
+        if rng.random() < unused or not actions.size:
+            continue
+        s = rng.choice(actions)
+        columns["span_start"][k], columns["span_length"][k] = start_BS[b, s], length_BS[b, s]
+        columns["insert_at"][k] = rng.integers(max(start_BS[b, s] - 1, 0), start_BS[b, s] + 1)
+        columns["hint_length"][k] = rng.integers(1, hint_tokens + 1)
+        columns["source"][k] = rng.integers(0, 2)
+        weight_K[k], polarity_K[k] = rng.choice([0.5, 1.0]), rng.choice([1.0, 1.0, -1.0])
+    return base.Views(
+        hint_KN=jnp.asarray(rng.integers(0, 50, (K, hint_tokens), np.int32)),
+        weight_K=jnp.asarray(weight_K),
+        polarity_K=jnp.asarray(polarity_K),
+        **{f"{name}_K": jnp.asarray(x) for name, x in columns.items()},
+    )
