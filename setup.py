@@ -78,7 +78,7 @@ if __name__ == "__main__":
         python_requires=">=3.12",
         packages=packages(),
         package_dir={"rsi_jax": "rsi_jax", "rsi_jax.kernels": "kernels"},
-        package_data={"": ["*"], "rsi_jax": ["data/**/*"]},
+        package_data={"": ["*.*"], "rsi_jax": ["data/**/*"]},
         install_requires=CORE,
         extras_require=EXTRAS,
     )

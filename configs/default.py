@@ -1,6 +1,6 @@
 """Every field of every experiment, with its unit and the reason of its default. Other configs are short diffs.
 
-    python -m experiments.train --config=configs/default.py --config.credit.name=gae --config.rl.updates=100
+python -m experiments.train --config=configs/default.py --config.credit.name=gae --config.rl.updates=100
 """
 
 from ml_collections import config_dict
@@ -34,6 +34,12 @@ def _env():
             penalty=0.02,  # reward lost per tool call on a small-talk turn
         )
     )
+    c.questions = config_dict.ConfigDict(
+        dict(
+            split="train",  # evaluation asks the held-out questions; 'all' = no split
+            max_named=3,  # other candidates of the same kind that a right message may name
+        )
+    )
     c.jsonl = config_dict.ConfigDict()  # configs/jsonl.py: prompts from config.data.path, reward from config.reward
     return c
 
@@ -53,7 +59,9 @@ def _lm():
     c.short_horizon = 4  # turns of an un-hinted demonstration
     c.short_share = 0.8  # share of un-hinted short demonstrations; the rest is hinted and of the RL horizon
     c.hinted_turns = 6  # sub-goal turns that carry a reminder in a long demonstration
-    c.long_recall = False  # also train un-hinted recall in long demonstrations (the reference that needs demonstrations)
+    c.long_recall = (
+        False  # also train un-hinted recall in long demonstrations (the reference that needs demonstrations)
+    )
     return c
 
 
@@ -96,6 +104,30 @@ def _rl():
 def _credit():
     c = config_dict.ConfigDict()
     c.name = "textual_feedback"  # any public function of rsi_jax/credit; its knobs stand below under its name
+    c.reinforce = config_dict.ConfigDict(dict(baseline="none"))
+    c.rloo = config_dict.ConfigDict()
+    c.grpo = config_dict.ConfigDict(dict(scale="std", std_floor=1e-6))
+    c.dr_grpo = config_dict.ConfigDict()
+    c.centred_return_to_go = config_dict.ConfigDict(dict(discount=1.0))  # per turn
+    c.gae = config_dict.ConfigDict(dict(discount=1.0, lambda_=0.95, scale="none"))  # per sampled token
+    c.turn_gae = config_dict.ConfigDict(dict(discount=0.99, lambda_=0.9, scale="none"))  # per turn
+    gate = dict(
+        failed_only=False,  # only views of rollouts that failed
+        success_return=config_dict.placeholder(float),  # failed = return below this; None = below the group's best
+    )
+    c.textual_feedback = config_dict.ConfigDict(
+        dict(
+            inner="dr_grpo",  # the variant that makes the advantages
+            weight=1.0,  # of the feedback loss, before its gradient is clipped
+            divergence="forward_kl",  # 'forward_kl' | 'reverse_kl' | 'jsd' | 'sampled'
+            alpha=0.5,  # jsd mixture
+            top_k=0,  # 0 = the whole vocabulary
+            clip=0.0,  # nats per token, 0 = none
+            temperature=1.0,
+            **gate,
+        )
+    )
+    c.locator_penalty = config_dict.ConfigDict(dict(inner="dr_grpo", penalty=1.0, **gate))  # the control without words
     return c
 
 
@@ -103,6 +135,8 @@ def _feedback():
     c = config_dict.ConfigDict()
     c.rules = ("failed_tool_call", "malformed_call")  # functions of rsi_jax/feedback/locate.py, first match wins
     c.long_answer = config_dict.ConfigDict(dict(max_words=25))  # knobs of the rule of that name
+    c.hint_place = "message"  # a hint stands before the message that the turn answers | 'header': after it
+    c.hint_role = ""  # role of a hint message in a chat template, '' = 'hint' where it has one, else 'system'
     c.hint = "template"  # 'template' | 'empty' | 'irrelevant' | 'shuffled' | 'wrong' | 'oracle' | 'policy'
     c.templates = config_dict.ConfigDict(
         dict(failed_tool_call="reminder {tools}", malformed_call="reminder {tools}", long_answer="")
@@ -129,8 +163,9 @@ def _evaluation():
     c.final_episodes = 512  # before and after each RL stage
     c.every = 10  # updates between evaluations, 0 = only before and after
     c.seed = 1_000_003  # tasks of evaluation, apart from those of training
+    c.gain_turns = 64  # located turns at most on which the hint gain is measured
     c.samples = 3  # transcripts kept for the report
-    c.perplexity_text = ""  # text file whose perplexity is watched, '' = none
+    c.perplexity_text = ""  # text whose perplexity is watched: a path or a file of rsi_jax/data; '' = none
     return c
 
 
@@ -141,7 +176,7 @@ def get_config():
     c.run_dir = ""  # '' = runs/<config name>-<digest of the effective config>
     c.init_from = ""  # run folder whose last stage that is also ours (before rl) is taken over instead of trained
     c.reward = ""  # 'module:function' of configs/jsonl.py
-    c.data = config_dict.ConfigDict(dict(path=""))  # JSONL of configs/jsonl.py
+    c.data = config_dict.ConfigDict(dict(path="", held_out=""))  # JSONL of configs/jsonl.py; held_out: of evaluation
     c.model = _model()
     c.env = _env()
     c.rollout = config_dict.ConfigDict(
@@ -165,6 +200,7 @@ def get_config():
     c.feedback = _feedback()
     c.evaluation = _evaluation()
     c.checkpoint = config_dict.ConfigDict(dict(every=20, keep=2))  # updates between saves; steps kept
+    c.archive = config_dict.ConfigDict(dict(every=10, rollouts=8))  # batches between archived ones, 0 = off; first rows
     c.track = ()  # extra trackers: 'wandb', 'trackio'
     c.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1, context=1))  # devices per axis, -1 = what is left
     c.compute = config_dict.ConfigDict(dict(chunk=512, remat=False))  # tokens scored at a time; recompute layers

@@ -1,6 +1,6 @@
 """The main job: a tiny model learns, from textual feedback, to recall which tools exist over a long session.
 
-    python -m experiments.train --config=configs/tool_calls.py
+python -m experiments.train --config=configs/tool_calls.py
 """
 
 from configs import default

@@ -75,7 +75,9 @@ def annotate(
         add["ref_logp_BT"] = jnp.where(mask_BT, logp_BT, 0.0)
     if "view_logp_KU" in columns:
         base.require(rollout, "views")
-        add["view_logp_KU"] = _view_logp(params if teacher is None else teacher, config, rollout, span, temperature, chunk)
+        add["view_logp_KU"] = _view_logp(
+            params if teacher is None else teacher, config, rollout, span, temperature, chunk
+        )
     return rollout.replace(**add)
 
 

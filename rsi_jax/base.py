@@ -274,4 +274,6 @@ def require(rollout: Rollout, *columns: str) -> None:
     """
     missing = [name for name in columns if getattr(rollout, name) is None]
     if missing:
-        raise ValueError(f"rollout has no column {', '.join(missing)}: add it in annotate (scored) or feedback.add (views)")
+        raise ValueError(
+            f"rollout has no column {', '.join(missing)}: add it in annotate (scored) or feedback.add (views)"
+        )

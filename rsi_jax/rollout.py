@@ -139,7 +139,8 @@ def collect(
         cache, sampled = _sample_turn(params, cache, slots, key_B, sampler)
         tick(sampled)
     episodes = [finished[row] for row in range(len(tasks))]
-    return to_rollout(episodes, tasks, sampler), [episode.transcript for episode in episodes]
+    rollout = to_rollout(episodes, capacity=sampler.capacity, segments=2 * sampler.env.max_turns)
+    return rollout, [episode.transcript for episode in episodes]
 
 
 def _sample_turn(params, cache, slots, key_B, sampler: Sampler):
@@ -163,9 +164,7 @@ def _sample_turn(params, cache, slots, key_B, sampler: Sampler):
     return cache, int(out.length_B.sum())
 
 
-def complete(
-    params, prompts: Sequence[list[int]], key: chex.PRNGKey, sampler: Sampler
-) -> list[tuple[list[int], int]]:
+def complete(params, prompts: Sequence[list[int]], key: chex.PRNGKey, sampler: Sampler) -> list[tuple[list[int], int]]:
     """Samples one turn after each prompt (ids): (sampled ids, finish reason) of each, in order."""
     key_B = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(prompts)))
     out = []
@@ -178,7 +177,14 @@ def complete(
         cache = transformer.new_cache(sampler.config, sampler.slots, width + sampler.sampling.max_tokens)
         rows = np.minimum(np.arange(first, first + sampler.slots), len(prompts) - 1)
         _, turn = sample.turn(
-            params, cache, chunk, length, np.zeros_like(length), key_B[rows], config=sampler.config, sampling=sampler.sampling
+            params,
+            cache,
+            chunk,
+            length,
+            np.zeros_like(length),
+            key_B[rows],
+            config=sampler.config,
+            sampling=sampler.sampling,
         )
         turn = jax.device_get(turn)
         for i in range(len(part)):
@@ -186,9 +192,9 @@ def complete(
     return out
 
 
-def to_rollout(episodes, tasks: Sequence[Task], sampler: Sampler) -> base.Rollout:
-    """Lays episodes out as columns: T = the capacity, S = 2 * max_turns."""
-    B, T, S = len(episodes), sampler.capacity, 2 * sampler.env.max_turns
+def to_rollout(episodes, *, capacity: int, segments: int) -> base.Rollout:
+    """Lays episodes (transcript, logp, kept, segments) out as columns: T = the capacity, S = `segments`."""
+    B, T, S = len(episodes), capacity, segments
     tokens, logp = np.zeros((B, T), np.int32), np.zeros((B, T), np.float32)
     kept = np.ones((B, T), np.float32)
     fill = dict(start=0, length=0, kind=base.PROMPT, reward=0.0, discount=1.0, finish=base.NOT_SAMPLED)
@@ -204,7 +210,7 @@ def to_rollout(episodes, tasks: Sequence[Task], sampler: Sampler) -> base.Rollou
         tokens_BT=tokens,
         logp_BT=logp,
         kept_mass_BT=kept,
-        group_B=np.array([task.group for task in tasks], np.int32),
+        group_B=np.array([episode.transcript.group for episode in episodes], np.int32),
         segments=base.Segments(**{f"{name}_BS": array for name, array in table.items()}),
         weight_B=np.ones(B, np.float32),
         chain_B=np.arange(B, dtype=np.int32),

@@ -83,8 +83,25 @@ def _draw(logit_BV, key_B, position_B, sampling: Sampling):
     if sampling.greedy:
         token_B = jnp.argmax(logp_BV, axis=1)
     else:
-        token_B = jax.vmap(lambda k, p, x: jax.random.categorical(jax.random.fold_in(k, p), x))(key_B, position_B, logp_BV)
+        token_B = jax.vmap(lambda k, p, x: jax.random.categorical(jax.random.fold_in(k, p), x))(
+            key_B, position_B, logp_BV
+        )
     return token_B.astype(jnp.int32), jnp.take_along_axis(logp_BV, token_B[:, None], axis=1)[:, 0], mass_B
+
+
+def _record(out: Turn, step, hidden_BD, position_B, open_B, key_B, unembed_DV, capacity: int, cap: float, s: Sampling):
+    """Samples one token of every open row and notes it: (out, token_B, rows still open)."""
+    logit_BV = token_logprob.logits_of(hidden_BD, unembed_DV, soft_cap=cap)
+    token_B, logp_B, mass_B = _draw(logit_BV, key_B, position_B, s)
+    stopped_B = open_B & jnp.any(token_B[:, None] == jnp.asarray(s.stop_ids or (-1,), jnp.int32), axis=1)
+    out = Turn(
+        tokens_BA=out.tokens_BA.at[:, step].set(jnp.where(open_B, token_B, 0)),
+        logp_BA=out.logp_BA.at[:, step].set(jnp.where(open_B, logp_B, 0.0)),
+        kept_mass_BA=out.kept_mass_BA.at[:, step].set(jnp.where(open_B, mass_B, 1.0)),
+        length_B=out.length_B + open_B,
+        finish_B=jnp.where(stopped_B, base.STOP, out.finish_B),
+    )
+    return out, token_B, open_B & ~stopped_B & (position_B + 1 < capacity)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames=("cache",))
@@ -105,48 +122,40 @@ def turn(
     cached_B + chunk_length_B + max(length_B - 1, 0): the last sampled token is the first of the next chunk.
     The cache is donated. Returns: (cache, Turn).
     """
-    B, A, S = chunk_BO.shape[0], sampling.max_tokens, cache[0][0].shape[2]
+    B, A = chunk_BO.shape[0], sampling.max_tokens
     active_B = chunk_length_B > 0
-    unembed_DV = jax.lax.optimization_barrier(transformer.unembedding(params))
-    cap = config.logit_soft_cap
+    record = functools.partial(
+        _record,
+        key_B=key_B,
+        unembed_DV=jax.lax.optimization_barrier(transformer.unembedding(params)),  # transposed once, not per token
+        capacity=cache[0][0].shape[2],
+        cap=config.logit_soft_cap,
+        s=sampling,
+    )
     hidden_BOD, cache = transformer.extend(params, config, chunk_BO, cached_B, chunk_length_B, cache)
     last_BD = jnp.take_along_axis(hidden_BOD, jnp.maximum(chunk_length_B - 1, 0)[:, None, None], axis=1)[:, 0]
     cached_B = cached_B + chunk_length_B
-    stop_ids = jnp.asarray(sampling.stop_ids or (-1,), jnp.int32)
-
-    def record(step, out, last_BD, position_B, open_B):
-        logit_BV = token_logprob.logits_of(last_BD, unembed_DV, soft_cap=cap)
-        token_B, logp_B, mass_B = _draw(logit_BV, key_B, position_B, sampling)
-        stopped_B = open_B & jnp.any(token_B[:, None] == stop_ids, axis=1)
-        full_B = open_B & ~stopped_B & (position_B + 1 >= S)
-        out = Turn(
-            tokens_BA=out.tokens_BA.at[:, step].set(jnp.where(open_B, token_B, 0)),
-            logp_BA=out.logp_BA.at[:, step].set(jnp.where(open_B, logp_B, 0.0)),
-            kept_mass_BA=out.kept_mass_BA.at[:, step].set(jnp.where(open_B, mass_B, 1.0)),
-            length_B=out.length_B + open_B,
-            finish_B=jnp.where(stopped_B, base.STOP, out.finish_B),
-        )
-        return out, token_B, open_B & ~stopped_B & ~full_B
-
-    start = Turn(
+    nothing = Turn(
         tokens_BA=jnp.zeros((B, A), jnp.int32),
         logp_BA=jnp.zeros((B, A)),
         kept_mass_BA=jnp.ones((B, A)),
         length_B=jnp.zeros(B, jnp.int32),
         finish_B=jnp.where(active_B, base.LENGTH, base.NOT_SAMPLED),
     )
-    out, token_B, open_B = record(0, start, last_BD, cached_B, active_B)
+    out, token_B, open_B = record(nothing, 0, last_BD, cached_B, active_B)
 
     def more(carry):
         step, _, _, open_B, _, _ = carry
         return (step < A) & jnp.any(open_B)
 
-    def body(carry):
+    def one(carry):
         step, out, token_B, open_B, cached_B, cache = carry
-        hidden_B1D, cache = transformer.extend(params, config, token_B[:, None], cached_B, open_B.astype(jnp.int32), cache)
+        hidden_B1D, cache = transformer.extend(
+            params, config, token_B[:, None], cached_B, open_B.astype(jnp.int32), cache
+        )
         cached_B = cached_B + open_B
-        out, token_B, open_B = record(step, out, hidden_B1D[:, 0], cached_B, open_B)
+        out, token_B, open_B = record(out, step, hidden_B1D[:, 0], cached_B, open_B)
         return step + 1, out, token_B, open_B, cached_B, cache
 
-    _, out, _, _, _, cache = jax.lax.while_loop(more, body, (1, out, token_B, open_B, cached_B, cache))
+    _, out, _, _, _, cache = jax.lax.while_loop(more, one, (1, out, token_B, open_B, cached_B, cache))
     return cache, out

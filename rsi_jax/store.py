@@ -76,14 +76,17 @@ class Archive:
 
     def __init__(self, folder: str | pathlib.Path):
         self.folder = pathlib.Path(folder).absolute()
+        self._swept = False
 
     def steps(self) -> list[int]:
         """Lists the committed steps, in order."""
         return [entry[0] for entry in self._index()["steps"]]
 
-    def columns(self) -> dict[str, np.dtype]:
-        """Dtype of each column that any committed step has."""
-        return {name: np.dtype(spec["dtype"]) for name, spec in self._index()["columns"].items()}
+    def columns(self, step: int | None = None) -> dict[str, np.dtype]:
+        """Dtype of each column that a step has, or (None) any step. Raises: ValueError if the step is not committed."""
+        index = self._index()
+        names = index["columns"] if step is None else self._entry(index, step)[0]
+        return {name: np.dtype(index["columns"][name]["dtype"]) for name in names}
 
     def rows_of(self, step: int, axis: str = "B") -> slice:
         """Rows of a step along a row axis. Raises: ValueError if the step is not committed."""
@@ -111,10 +114,12 @@ class Archive:
         _require_agreement(index, columns)
         text = b"".join(json.dumps({"step": step} | dict(record)).encode() + b"\n" for record in transcripts)
         try:
+            self._sweep()
             self._write(index, columns)
             end = self._write_text(index, text)
             _commit(self.folder, _extended(index, step, columns, end))
         except (OSError, ValueError) as error:
+            self._swept = False
             words = _disk_error(error)
             if words is None:
                 raise
@@ -163,14 +168,10 @@ class Archive:
 
     def transcripts(self, step: int) -> list[dict[str, Any]]:
         """The transcripts of a step. Raises: ValueError if the step is not committed."""
-        index, start = self._index(), 0
-        for at, _, end in index["steps"]:
-            if at == step:
-                with (self.folder / "transcripts.jsonl").open("rb") as file:
-                    file.seek(start)
-                    return [json.loads(line) for line in file.read(end - start).splitlines()]
-            start = end
-        raise self._unknown(index, step)
+        _, start, end = self._entry(self._index(), step)
+        with (self.folder / "transcripts.jsonl").open("rb") as file:
+            file.seek(start)
+            return [json.loads(line) for line in file.read(end - start).splitlines()]
 
     def _index(self) -> dict[str, Any]:
         path = self.folder / "index.json"
@@ -190,18 +191,31 @@ class Archive:
             if stride != 1:
                 raise ValueError(f"rows are read in runs: slice step {stride} is not 1")
             return start, max(start, stop)
-        for step, start, stop, _ in _spans(index, axis):
-            if step == rows:
-                return start, stop
-        raise self._unknown(index, rows)
+        self._entry(index, rows)
+        return next((start, stop) for step, start, stop, _ in _spans(index, axis) if step == rows)
 
-    def _unknown(self, index: dict[str, Any], step: int) -> ValueError:
+    def _entry(self, index: dict[str, Any], step: int) -> tuple[dict[str, list[int]], int, int]:
+        """(shapes, first byte of text, last + 1) of a step. Raises: ValueError if it is not committed."""
         steps = [entry[0] for entry in index["steps"]]
-        held = f"steps {steps[0]} to {steps[-1]} ({len(steps)} of them)" if steps else "no step yet"
-        return ValueError(f"step {step} is not in the archive {self.folder}, which has {held}")
+        if step not in steps:
+            held = f"steps {steps[0]} to {steps[-1]} ({len(steps)} of them)" if steps else "no step yet"
+            raise ValueError(f"step {step} is not in the archive {self.folder}, which has {held}")
+        at = steps.index(step)
+        return index["layouts"][index["steps"][at][1]], index["steps"][at - 1][2] if at else 0, index["steps"][at][2]
 
     def _spec(self, name: str) -> dict[str, Any]:
         return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{self.folder}/columns/{name}/"}}
+
+    def _sweep(self) -> None:
+        """Removes the temporary files of a killed or failed writer.
+
+        tensorstore writes a chunk into `<chunk>.__lock` and renames it, but does not empty one that it finds there: a
+        longer leftover would end up behind the new chunk and spoil it.
+        """
+        if not self._swept:
+            for path in self.folder.glob("columns/**/*.__lock"):
+                path.unlink()
+        self._swept = True
 
     def _write(self, index: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
         """Writes columns behind the committed rows; nothing is committed yet."""
@@ -311,7 +325,7 @@ def _parts(
 def _require_agreement(index: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
     """Raises: ValueError for columns that do not agree with each other or with those of earlier steps."""
     rows: dict[str, int] = {}
-    shapes = {name: shape for layout in index["layouts"] for name, shape in layout.items()}
+    shapes = {name: shape for x in index["layouts"] for name, shape in x.items() if name in index["columns"]}
     for name, column in columns.items():
         if column.ndim == 0 or len(shapes.get(name, column.shape)) != column.ndim:
             raise ValueError(f"column {name} has shape {column.shape}, before {shapes.get(name)}")

@@ -13,14 +13,30 @@ from tests import builders
 from tests.builders import action, observation, prompt
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def jitted(name, **knobs):
     return jax.jit(functools.partial(credit.find(name)[0], **knobs))
 
 
+def padded(x, *shape):
+    return np.pad(x, [(0, n - m) for n, m in zip(shape, np.shape(x), strict=True)])
+
+
 def of(rollout, name, **knobs):
-    """Credit of the named variant."""
-    return jitted(name, **knobs)(rollout)
+    """Credit of the named variant: of the rollout padded with rows of weight 0 to one shape, so each compiles once."""
+    B, T = rollout.tokens_BT.shape
+    views, segments = rollout.views, jax.tree.map(lambda x: padded(x, 24, 8), rollout.segments)
+    value_BT = np.zeros((B, T), np.float32) if rollout.value_BT is None else rollout.value_BT
+    wide = rollout.replace(views=None, segments=None, value_BT=value_BT)
+    wide = jax.tree.map(lambda x: padded(x, *(24, 32)[: np.ndim(x)]), wide).replace(segments=segments)
+    if views is not None:
+        views = jax.tree.map(lambda x: padded(x, *(6, 2)[: np.ndim(x)]), views)
+    found = jitted(name, **knobs)(wide.replace(views=views))
+    assert not np.asarray(found.adv_BT)[B:].any() and not np.asarray(found.adv_BT)[:, T:].any()
+    cut = {key: x[:B, :T] for key in ("adv_BT", "value_target_BT") if (x := getattr(found, key)) is not None}
+    if found.view_weight_K is not None:
+        cut["view_weight_K"] = found.view_weight_K[: rollout.views.rollout_K.shape[0]]
+    return found.replace(**cut)
 
 
 def per_rollout(rollout, name, **knobs):
@@ -245,6 +261,8 @@ def test_feedback_gates():
     not_finite = with_views(builders.bandit([np.nan, 1.0]), [(0, 1, 2), (1, 1, 2)])
     gated = of(not_finite, "textual_feedback", inner=DR_GRPO, failed_only=True, success_return=2.0)
     np.testing.assert_allclose(gated.view_weight_K, [0, 1])
+    ungated = of(not_finite, "textual_feedback", inner=DR_GRPO)
+    np.testing.assert_allclose(ungated.view_weight_K, [0, 1])
 
 
 def test_T45_a_batch_without_views_has_no_feedback_and_stays_finite():

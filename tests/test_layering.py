@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = {
     "loops": "ops train derive evals problems and below",
     "ops": "store metrics base",
-    "train": "rollout annotate feedback credit losses optim checkpoint store metrics and below",
+    "train": "rollout annotate feedback credit losses optim checkpoint store metrics report and below",
     "derive": "rollout annotate feedback credit losses optim checkpoint store metrics and below",
     "evals": "rollout envs problems sandbox and below",
     "envs": "sandbox tools problems base",
@@ -21,7 +21,7 @@ ROOMS = {
     "tools": "sandbox base",
     "rollout": "sample envs model base",
     "feedback": "model kernels masked sharding base",
-    "annotate": "model kernels masked sharding base",
+    "annotate": "feedback model kernels masked sharding base",  # teacher columns are read off the views
     "sample": "model kernels sharding base",
     "model": "kernels sharding base",
     "credit": "base masked returns kernels",

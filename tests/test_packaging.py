@@ -80,8 +80,8 @@ def test_an_installed_copy_imports_from_a_foreign_folder(tmp_path, setup):
         shutil.copy(ROOT / name, source)
     (source / "rsi_jax" / "data" / "deep").mkdir(parents=True)
     (source / "rsi_jax" / "data" / "deep" / "sample.jsonl").write_text("{}\n")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--target", target, source], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", target, source]
+    subprocess.run(pip, check=True)
 
     code = "import importlib, sys; [print(importlib.import_module(name).__file__) for name in sys.argv[1:]]"
     foreign = tmp_path / "project"

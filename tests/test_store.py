@@ -56,7 +56,7 @@ def test_steps_read_back_bitwise_and_by_slice(tmp_path):
     append(archive, 1, 2, 5)
     other = store.Archive(tmp_path / "rollouts")
     assert other.steps() == [1, 2, 5]
-    assert other.columns()["half_BD"] == np.dtype("bfloat16")
+    assert other.columns()["half_BD"] == other.columns(2)["half_BD"] == np.dtype("bfloat16")
     assert other.rows_of(2) == slice(4, 8) and other.rows_of(5, "K") == slice(24, 36)
     for step in (1, 2, 5):
         assert_is_step(other, step)
@@ -100,6 +100,7 @@ def test_truncate_drops_what_a_resumed_run_repeats(tmp_path):
     assert len((tmp_path / "transcripts.jsonl").read_text().splitlines()) == 12
     assert archive.truncate(0) == 3
     columns = make_columns(1) | {"tokens_BT": make_columns(1)["tokens_BT"].astype(np.int64)}
+    columns["group_B"] = np.zeros((4, 1), np.int32)
     archive.append(1, columns, [])
     assert archive.read(["tokens_BT"], 1)["tokens_BT"].dtype == np.int64 and archive.transcripts(1) == []
 
@@ -109,6 +110,7 @@ def test_columns_may_come_later_but_never_silently(tmp_path):
     append(archive, 1)
     archive.append(2, make_columns(2) | {"value_BT": np.ones((4, 10), np.float32)}, [])
     assert (archive.read(["value_BT"], 2)["value_BT"] == 1).all()
+    assert "value_BT" in archive.columns(2) and "value_BT" not in archive.columns(1)
     for rows in (1, slice(None)):
         with pytest.raises(ValueError, match="step 1 has no column value_BT"):
             archive.read(["value_BT"], rows)
@@ -162,6 +164,16 @@ def test_a_rollout_comes_back_as_it_was(tmp_path):
     assert {k: v.tobytes() for k, v in store.columns_of(again).items()} == {
         k: v.tobytes() for k, v in store.columns_of(rollout).items()
     }
+
+
+def test_temporary_files_of_a_killed_writer_do_no_harm(tmp_path):
+    append(store.Archive(tmp_path), 1)
+    for path in [p for p in (tmp_path / "columns").rglob("*") if p.is_file()]:
+        (path.parent / f"{path.name}.__lock").write_bytes(b"x" * 10_000)
+    archive = store.Archive(tmp_path)
+    append(archive, 2)
+    assert_is_step(archive, 1)
+    assert_is_step(archive, 2)
 
 
 def test_damage_is_named(tmp_path):

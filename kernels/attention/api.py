@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rsi_jax.kernels.attention import reference
+from rsi_jax.kernels.attention import cpu, reference
 
 
 class Ranges(NamedTuple):
@@ -50,20 +50,22 @@ def attention(
     *,
     scale: float,
     soft_cap: float = 0.0,
-    implementation: str = "reference",
+    implementation: str = "cpu",
 ) -> chex.Array:
     """Attends over a whole row: softmax(scale q.k, capped, masked by `ranges`) v, grouped heads.
 
     soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 = none.
-    implementation: 'reference' (O(T^2) memory; the only one so far). Another name raises ValueError.
+    implementation: 'reference' (O(T^2) memory) | 'cpu' (chunks of queries, keys behind a query skipped; runs on every
+      platform). Another name raises ValueError.
     Returns: [B, T, H, C] in the dtype of q; rows with empty ranges are exactly 0.
     """
     chex.assert_rank([q_BTHC, k_BTJC, v_BTJC], 4)
     chex.assert_equal_shape([k_BTJC, v_BTJC])
-    if implementation != "reference":
-        raise ValueError(f"attention has no implementation {implementation!r}; known: 'reference'")
+    known = {"reference": reference.attention, "cpu": cpu.attention}
+    if implementation not in known:
+        raise ValueError(f"attention has no implementation {implementation!r}; known: {', '.join(known)}")
     k_BJTC, v_BJTC = (jnp.swapaxes(x, 1, 2) for x in (k_BTJC, v_BTJC))
-    return reference.attention(q_BTHC, k_BJTC, v_BJTC, ranges, scale=scale, soft_cap=soft_cap)
+    return known[implementation](q_BTHC, k_BJTC, v_BJTC, ranges, scale=scale, soft_cap=soft_cap)
 
 
 def decode_attention(

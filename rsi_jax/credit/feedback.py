@@ -1,8 +1,8 @@
 """Credit from textual feedback, and the control arm that uses its locations without its words.
 
 Both wrap another credit function (`inner`) and leave its advantages where they are; both read rollout.views, and open
-the same gate on them. A view is used if it has a weight and a span, its rollout is trained on (weight_B > 0), and the
-gate lets it through.
+the same gate on them. A view is used if it has a weight and a span, its rollout counts (weight_B > 0 and a finite
+return), and the gate lets it through.
 """
 
 import difflib
@@ -131,13 +131,13 @@ def _present(rollout: base.Rollout) -> chex.Array:
 
 
 def _used(rollout: base.Rollout, failed_only: bool, success_return: float | None) -> chex.Array:
-    """True for the views that count. A return that is not finite is no failure: its rollout passes no closed gate."""
-    open_B = rollout.weight_B > 0
+    """True for the views that count."""
+    open_B = rewards.counted_B(rollout)
     if failed_only and success_return is None:
         best_B = masked.group_max(rollout.return_B, rollout.group_B, rollout.weight_B)
-        open_B &= rewards.counted_B(rollout) & (rollout.return_B < best_B - masked.SPREAD)
+        open_B &= rollout.return_B < best_B - masked.SPREAD
     elif failed_only:
-        open_B &= rewards.counted_B(rollout) & (rollout.return_B < success_return)
+        open_B &= rollout.return_B < success_return
     return _present(rollout) & open_B[rollout.views.rollout_K]
 
 
@@ -153,7 +153,7 @@ def _covered(rollout: base.Rollout, used_K: chex.Array) -> chex.Array:
 
 
 def _view_metrics(rollout: base.Rollout, used_K: chex.Array) -> dict[str, chex.Array]:
-    """Counts views: given, used, gated (given but not used), and the share of rollouts with a used view."""
+    """Counts views: given, used, gated (given but not used), and the share of trained rollouts with a used view."""
     B = rollout.tokens_BT.shape[0]
     present_K = _present(rollout)
     hinted_B = jnp.zeros(B, bool).at[rollout.views.rollout_K].max(used_K, mode="drop")
@@ -161,5 +161,5 @@ def _view_metrics(rollout: base.Rollout, used_K: chex.Array) -> dict[str, chex.A
         "views": masked.count(present_K),
         "views_used": masked.count(used_K),
         "views_gated": masked.count(present_K & ~used_K),
-        "frac_hinted": jnp.mean(hinted_B.astype(jnp.float32)),
+        "frac_hinted": masked.mean(hinted_B, rollout.weight_B > 0),
     }

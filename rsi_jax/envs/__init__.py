@@ -28,7 +28,8 @@ class Reply:
 
 
 class Env(Protocol):
-    """The protocol. Optional: `words()` (vocabulary of a word tokenizer), `demonstration(...)`, `summary(...)`."""
+    """The protocol. Optional: `words()` (vocabulary of a word tokenizer), `demonstration(...)`, `held_out()`
+    (the same on tasks kept for evaluation). The module has `summary(transcripts)`."""
 
     max_turns: int
 

@@ -2,7 +2,7 @@
 
 Each episode draws `listed` of the purposes and one tool name for each, and lists them once at the start. Then the
 policy acts for up to `horizon` turns. A turn shows a request: small talk (answer "ok"; the state does not change) or
-a purpose (call the listed tool for it). A wrong or unknown call gets "tool not found" and wastes the turn: the request
+a purpose (call the tool that was listed for it, by its name). A wrong or unknown call gets "tool not found" and wastes the turn: the request
 is repeated. All sub-goals met within the horizon = success. The reward comes at the end only:
 
     reward = 1[success] - penalty * (tool calls on small-talk turns)
@@ -25,7 +25,8 @@ TOOLS = {
 }
 SMALL_TALK = ("weather", "lunch", "news", "music", "traffic", "sports", "travel", "garden")
 NOT_FOUND, MALFORMED, DONE, NOTED, START = "tool not found", "malformed call", "done", "noted", "start"
-CALL, ANSWER = "call", "ok"
+ANSWER = "ok"
+NAMES = frozenset(name for names in TOOLS.values() for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +94,8 @@ class ToolCalls:
 
     def words(self) -> list[str]:
         """Every word that the task can show or accept; the vocabulary of a word tokenizer."""
-        tools = [name for names in TOOLS.values() for name in names]
         results = " ".join((NOT_FOUND, MALFORMED, DONE, NOTED, START)).split()
-        return list(dict.fromkeys(["tools", "reminder", CALL, ANSWER, *results, *TOOLS, *tools, *SMALL_TALK]))
+        return list(dict.fromkeys(["tools", "reminder", ANSWER, *results, *TOOLS, *sorted(NAMES), *SMALL_TALK]))
 
     def reset(self, seed: int) -> tuple[State, tuple[base.Message, ...]]:
         """Draws the tools and the schedule from `seed`."""
@@ -112,12 +112,11 @@ class ToolCalls:
     def step(self, state: State, text: str, finish: int) -> tuple[State, Reply]:
         """Judges one action."""
         request, tools = state.queue[state.position], dict(state.tools)
-        calls = text.split()[:1] == [CALL]
-        goal = request in TOOLS
-        right = f"{CALL} {tools[request]}" if goal else ANSWER
+        calls, goal = text in NAMES, request in TOOLS
+        right = tools[request] if goal else ANSWER
         met = text == right if goal else True
         if goal:
-            result = DONE if met else NOT_FOUND if calls and len(text.split()) == 2 else MALFORMED
+            result = DONE if met else NOT_FOUND if calls else MALFORMED
         else:
             result = NOTED
         info = {"goal": goal, "right": right, "correct": text == right, "call": calls, "result": result}
@@ -134,23 +133,30 @@ class ToolCalls:
         shown = () if done else (_message("user", f"{result} {state.queue[state.position]}"),)
         return state, Reply(shown, reward, done, anchor, info | ({"success": success} if done else {}))
 
-    def demonstration(self, seed: int, *, hinted: int, train_recall: bool) -> list[Step]:
+    def demonstration(self, seed: int, *, hinted: int, train_bare: bool) -> list[Step]:
         """Plays one all-correct episode of this horizon.
 
         hinted: sub-goal turns that carry a reminder of the list just before the action (0 = an un-hinted demonstration).
-        train_recall: whether sub-goal turns without a reminder are trained on (else they are only context).
+          Half as many small-talk turns carry one too, else a reminder would come to mean "now call a tool"; and as many
+          bare ones are trained on, no more, else its absence would come to mean "never call a tool".
+        train_bare: whether sub-goal turns without a reminder are trained on (else they are only context).
         """
         state, shown = self.reset(seed)
-        goals = [i for i, request in enumerate(state.queue) if request in TOOLS]
         rng = random.Random(f"tool_calls/demonstration/{seed}")
-        reminded = set(rng.sample(goals, min(hinted, len(goals))))
+        goals = [i for i, request in enumerate(state.queue) if request in TOOLS]
+        talk = [i for i, request in enumerate(state.queue) if request not in TOOLS]
+        some = rng.sample(talk, min(hinted, len(talk)))  # half of them reminded, half bare
+        reminded = {*rng.sample(goals, min(hinted, len(goals))), *some[: hinted // 2]}
+        trained = {*reminded, *some} if hinted else {*goals, *talk}
+        if train_bare:
+            trained |= set(goals)
         reminder = "reminder " + shown[0]["content"]
         steps, tools, done = [], dict(state.tools), False
         while not done:
             i, request = state.position, state.queue[state.position]
-            action = f"{CALL} {tools[request]}" if request in TOOLS else ANSWER
+            action = tools[request] if request in TOOLS else ANSWER
             hint = reminder if i in reminded else None
-            steps.append(Step(shown, action, hint, train=bool(hint) or request not in TOOLS or train_recall))
+            steps.append(Step(shown, action, hint, train=i in trained))
             state, reply = self.step(state, action, base.STOP)
             shown, done = reply.messages, reply.done
         return steps

@@ -35,9 +35,7 @@ def add(
     Returns: (rollout, the findings with their hint texts, counts to log).
     """
     findings, left_out = locate.locate(transcripts, writing.rules, per_rollout=writing.per_rollout, seed=seed)
-    texts = hints.write(
-        writing.hint, findings, transcripts, writing.templates, seed=seed, policy=writing.policy
-    )
+    texts = hints.write(writing.hint, findings, transcripts, writing.templates, seed=seed, policy=writing.policy)
     ids = [chat.hint(text) if text else [] for text in texts]
     most = max([sum(f.row == row for f in findings) for row in range(len(transcripts))], default=0)
     built = views.build(

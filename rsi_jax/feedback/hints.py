@@ -25,8 +25,9 @@ PolicyWriter = Callable[[base.Transcript, int, str], str]
 
 @dataclasses.dataclass(frozen=True)
 class Templates:
-    """Texts by rule. Placeholders: {tools} the prompt's line that lists the tools, {wrong_tools} the same with the
-    names rotated by one, {right} the right action as the environment knows it.
+    """Texts by rule. Placeholders: {question} the last message before the turn, {tools} the prompt's line that lists
+    the tools, {wrong_tools} the same with the names rotated by one, {right} the right action as the environment
+    knows it.
 
     irrelevant: words on another subject, repeated or cut to the length of the hint they stand for.
     """
@@ -42,7 +43,9 @@ def _listing(transcript: base.Transcript) -> str:
         for line in message["content"].splitlines():
             if line.lower().startswith("tools"):
                 return line
-    raise base.InputError(f"task {transcript.seed}: a hint wants {{tools}}, but no line of the prompt starts with 'tools'")
+    raise base.InputError(
+        f"task {transcript.seed}: a hint wants {{tools}}, but no line of the prompt starts with 'tools'"
+    )
 
 
 def _rotated(listing: str) -> str:
@@ -52,7 +55,7 @@ def _rotated(listing: str) -> str:
 
 
 def _fill(template: str, transcript: base.Transcript, turn: int) -> str:
-    values = {}
+    values = {"question": transcript.turns[turn].shown[-1]["content"]}
     if "{tools}" in template or "{wrong_tools}" in template:
         values["tools"] = _listing(transcript)
         values["wrong_tools"] = _rotated(values["tools"])
@@ -79,11 +82,13 @@ def empty(findings, transcripts, templates: Templates, seed: str) -> list[str]:
 
 def irrelevant(findings, transcripts, templates: Templates, seed: str) -> list[str]:
     """Writes words on another subject, as many as the template's hint has."""
-    words = templates.irrelevant.split()
-    if not words:
+    if not templates.irrelevant.split():
         raise base.InputError("feedback.irrelevant is empty: the irrelevant-hint control needs a text")
-    lengths = [len(text.split()) for text in template(findings, transcripts, templates, seed)]
-    return [" ".join((words * (length // len(words) + 1))[:length]) for length in lengths]
+    texts = []
+    for finding, text in zip(findings, template(findings, transcripts, templates, seed), strict=True):
+        words, length = _fill(templates.irrelevant, transcripts[finding.row], finding.turn).split(), len(text.split())
+        texts.append(" ".join((words * (length // len(words) + 1))[:length]))
+    return texts
 
 
 def shuffled(findings, transcripts, templates: Templates, seed: str) -> list[str]:

@@ -56,7 +56,7 @@ def find(names: Sequence[str], knobs: Mapping[str, Mapping] | None = None) -> di
     rules = {}
     for name in names:
         if name not in RULES:
-            near = difflib.get_close_matches(name, RULES, 1)
+            near = difflib.get_close_matches(str(name), RULES, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise base.InputError(f"feedback.rules names {name!r}, which is no rule (known: {', '.join(RULES)}){hint}")
         rules[name] = functools.partial(RULES[name], **dict((knobs or {}).get(name, {})))

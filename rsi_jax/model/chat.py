@@ -20,13 +20,14 @@ from rsi_jax.model import tokenizer as tokenizer_lib
 
 Message = Mapping[str, str]
 
-# Template of the tiny word models: words of any message as they are, `<a>` opens an assistant turn, `<end>` ends it.
+# Template of the tiny word models: the words of a message as they are; `<end>` ends an assistant message, and nothing
+# opens one, so the last word of a request itself predicts the answer.
 WORD_TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m['role'] == 'assistant' %}<a> {{ m['content'] }} <end> "
+    "{% if m['role'] == 'assistant' %}{{ m['content'] }} <end> "
     "{% elif m['role'] == 'hint' %}<hint> {{ m['content'] }} </hint> "
     "{% else %}{{ m['content'] }} {% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<a> {% endif %}"
+    "{% endfor %}"
 )
 
 
@@ -34,7 +35,7 @@ WORD_TEMPLATE = (
 class Chunk:
     """Ids to append to a stream; they end with the assistant header, so sampling starts right after them.
 
-    insert_at: offset in `ids` of the assistant header: a hint message may stand there.
+    insert_at: offset in `ids` where a hint message may stand: before the last message, or before the assistant header.
     """
 
     ids: list[int]
@@ -47,6 +48,8 @@ class Chat:
     tokenizer  Tokenizer or WordTokenizer; readable, for heat maps and counts.
     template   jinja2 source in the HF conventions.
     hint_role  role of a hint message; None = 'hint' where the template names that role, else 'system'.
+    hint_place 'message': a hint stands before the message that the turn answers, so that the request stays next to the
+               answer; 'header': after it, before the assistant header.
 
     stop_id    the token that ends an assistant turn in the template. stop_ids: all ids that end generation.
 
@@ -61,7 +64,11 @@ class Chat:
         template: str,
         *,
         hint_role: str | None = None,
+        hint_place: str = "message",
     ):
+        if hint_place not in ("message", "header"):
+            raise base.InputError(f"feedback.hint_place={hint_place!r} is neither 'message' nor 'header'")
+        self.hint_place = hint_place
         self.tokenizer = tokenizer
         self._template = _compile(template)
         longest_first = sorted(tokenizer.special_tokens, key=len, reverse=True)
@@ -83,7 +90,7 @@ class Chat:
         ids = self._encode(body, guard)
         if self.tokenizer.add_bos and ids[:1] != [self.tokenizer.bos_id]:
             ids = [self.tokenizer.bos_id, *ids]
-        return Chunk(ids + self._encode(header, guard), len(ids))
+        return Chunk(ids + self._encode(header, guard), len(ids) - self._after_hint(guarded, guard))
 
     def continue_(self, messages: Sequence[Message], *, last_id: int | None = None) -> Chunk:
         """Renders the messages that follow a sampled turn, from the end of that turn's stop token on.
@@ -96,7 +103,7 @@ class Chat:
         ids = self._encode(body, guard)
         if last_id is not None and last_id != self.stop_id:
             ids = [self.stop_id, *ids]
-        return Chunk(ids + self._encode(header, guard), len(ids))
+        return Chunk(ids + self._encode(header, guard), len(ids) - self._after_hint(guarded, guard))
 
     def action(self, text: str) -> list[int]:
         """Returns the ids of an assistant message as if it had been sampled, its stop token included."""
@@ -163,6 +170,12 @@ class Chat:
         _after(body, self._answered_text, "a later message rewrites former turns (does it strip '<think>'?)")
         return body[self._after_stop :], header
 
+    def _after_hint(self, messages: Sequence[Message], guard: str) -> int:
+        """Counts the ids between the place of a hint and the assistant header: the last message, or none."""
+        if self.hint_place == "header":
+            return 0
+        return len(self._encode(self._appended(self._answered, messages[-1:]), guard))
+
     def _appended(self, history: Sequence[Message], messages: Sequence[Message]) -> str:
         later = self._render([*history, *messages])
         return _after(later, self._render(history), "a later message rewrites former ones")
@@ -223,18 +236,22 @@ class Chat:
             hint = self._appended(self._asked, [message])
             for history in (self._asked, [*self._answered, *self._asked]):
                 body, header = self._body_and_header(history)
-                if self._render([*history, message], header=True) != body + hint + header:
-                    return "it renders otherwise there; choose another hint_role"
-                if self._encode(body) + self._encode(hint) + self._encode(header) != self._encode(body + hint + header):
-                    return "it begins or ends inside a token there; choose another hint_role"
+                last = self._appended(self._answered, history[-1:]) if self.hint_place == "message" else ""
+                first, place = body[: len(body) - len(last)], len(history) - bool(last)
+                full = self._render([*history[:place], message, *history[place:]], header=True)
+                if place and (first + last != body or full != first + hint + last + header):
+                    return "it renders otherwise there; choose another hint_role or hint_place"
+                pieces = [first, hint, last, header]
+                if [id_ for piece in pieces for id_ in self._encode(piece)] != self._encode("".join(pieces)):
+                    return "it begins or ends inside a token there; choose another hint_role or hint_place"
         except base.InputError as error:
             return f"{error}; choose another hint_role"
         return None
 
 
-def word_chat(tokenizer: "tokenizer_lib.WordTokenizer") -> Chat:
+def word_chat(tokenizer: "tokenizer_lib.WordTokenizer", *, hint_place: str = "message") -> Chat:
     """Makes the chat of the tiny word models."""
-    return Chat(tokenizer, WORD_TEMPLATE)
+    return Chat(tokenizer, WORD_TEMPLATE, hint_place=hint_place)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -273,7 +273,12 @@ def new_cache(config: Config, rows: int, capacity: int) -> Cache:
 
 
 def extend(
-    params: Params, config: Config, tokens_BO: chex.Array, cached_B: chex.Array, chunk_length_B: chex.Array, cache: Cache
+    params: Params,
+    config: Config,
+    tokens_BO: chex.Array,
+    cached_B: chex.Array,
+    chunk_length_B: chex.Array,
+    cache: Cache,
 ) -> tuple[chex.Array, Cache]:
     """Appends up to O tokens per row to the cache and returns their final hidden states [B, O, D] and the new cache.
 

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 
 from rsi_jax import base, checkpoint, envs, metrics, optim, sharding
 from rsi_jax.model import transformer
-from rsi_jax.train import lm, loop, rl, setup
+from rsi_jax.train import evaluate as evaluate_lib
+from rsi_jax.train import lm, loop, present, rl, setup
 from rsi_jax.train.loop import Stopped
+from rsi_jax.train.rl import ParityError
 
-__all__ = ["Stopped", "run"]
+__all__ = ["ParityError", "Stopped", "run"]
 
 
 def _lm_stage(run: loop.Run, index: int, params) -> loop.Stage:
@@ -32,14 +34,16 @@ def _lm_stage(run: loop.Run, index: int, params) -> loop.Stage:
 
     def step(state, i):
         with run.ledger.phase("read"):
-            batch = {name: column for name, column in next(data).items()}
+            batch = dict(next(data))
         with run.ledger.phase("warm up"):
             state, scalars = update(state, sharding.put_rows(batch, parts.mesh))
             scalars = jax.device_get(scalars)
         run.ledger.add(trained=int((batch["tokens_segment_ids"] > 0).sum()))
         return state, scalars
 
-    return loop.Stage("lm", index, knobs.updates, state, step, cursor=lambda: _text(data), seek=lambda c: _seek(data, c))
+    return loop.Stage(
+        "lm", index, knobs.updates, state, step, cursor=lambda: _text(data), seek=lambda c: _seek(data, c)
+    )
 
 
 def _text(data) -> Any:
@@ -55,12 +59,10 @@ def _rl_stage(run: loop.Run, index: int, params, policy_writer) -> tuple[loop.St
     config = run.config
     trainer = rl.Trainer(run, envs.find(config.env.name), policy_writer)
 
-    def before(state) -> None:
-        run.results["before"] = rl.measure(trainer, state, episodes=config.evaluation.final_episodes).scalars
-
     def evaluate(state, i: int) -> None:
-        scalars = rl.measure(trainer, state, episodes=config.evaluation.episodes).scalars
-        run.tracker.log("eval", run.offset + i, scalars)
+        result = rl.measure(trainer, state, episodes=config.evaluation.episodes, when=f"after {i} updates")
+        run.results["latest"] = result.scalars
+        run.tracker.log("eval", run.offset + i, result.scalars)
 
     stage = loop.Stage(
         "rl",
@@ -69,11 +71,20 @@ def _rl_stage(run: loop.Run, index: int, params, policy_writer) -> tuple[loop.St
         trainer.start(params),
         trainer.step,
         enough=trainer.enough,
-        before=before,
+        before=lambda state: _measure(run, trainer, state, "before"),
         evaluate=evaluate,
+        leave=trainer.leave,
         every=config.evaluation.every,
     )
     return stage, trainer
+
+
+def _measure(run: loop.Run, trainer: rl.Trainer, state: base.TrainState, when: str) -> None:
+    """Measures 'before' or 'after' RL, with intervals, into the results."""
+    found = rl.measure(trainer, state, episodes=run.config.evaluation.final_episodes, when=when, final=True)
+    run.results[when] = found.scalars
+    known = run.results.get("intervals", {})
+    run.results["intervals"] = known | {when: evaluate_lib.intervals(found.transcripts, trainer.summary)}
 
 
 def _make_stage(run: loop.Run, index: int, params, policy_writer):
@@ -108,34 +119,58 @@ def _take_over(run: loop.Run, policy_writer) -> tuple[int, Any]:
     stage, _ = _make_stage(run, index, run.parts.start, policy_writer)
     found = loop.checkpoints(source, index, stages[index], 1).restore(stage.state)
     if found is None or not found[2]["done"]:
-        raise base.InputError(f"init_from={str(source)!r} holds no finished {stages[index]!r} stage; run it there first")
+        raise base.InputError(
+            f"init_from={str(source)!r} holds no finished {stages[index]!r} stage; run it there first"
+        )
     run.ledger.restore(found[2]["ledger"])
     return index + 1, found[1].params
 
 
-def run(config, folder: pathlib.Path, *, policy_writer=None) -> dict[str, Any]:
-    """Runs every stage of the config in `folder` and measures before and after; returns the results.
+def run(config, folder: pathlib.Path, *, policy_writer=None, defaults=None, profile: bool = False) -> dict[str, Any]:
+    """Runs every stage of the config in `folder`, measures before and after, writes the report; returns the results.
 
-    policy_writer: a feedback.hints.PolicyWriter for feedback.hint = 'policy'.
+    policy_writer: a feedback.hints.PolicyWriter for feedback.hint = 'policy'. defaults: the config whose values the
+    report does not mark. profile: also write a jax.profiler trace of a few steps of each stage into <folder>/profile.
     Raises: base.InputError; Stopped after SIGTERM or Ctrl-C, saved; FloatingPointError when training diverges.
     """
     parts = setup.make_parts(config)
-    with checkpoint.Stop() as stop, metrics.Progress() as progress:
-        state = loop.Run(folder, parts, None, metrics.Ledger(), progress, stop)
-        index, found = _restore(state, policy_writer)
-        position = state.offset + found[0] if found else -1
-        adapters = [metrics.adapter(name, project="rsi_jax", run=folder.name, config=config.to_dict()) for name in config.track]
-        with metrics.Tracker(folder, adapters=adapters, resume_step=position) as state.tracker:
-            params, trainer, final = parts.start, None, None
-            if found is None and config.init_from:
-                index, params = _take_over(state, policy_writer)
-            for number in range(index, len(config.stages)):
-                stage, trainer = _make_stage(state, number, params, policy_writer)
-                final = loop.run_stage(state, stage, found)
-                params, found = final.params, None
-            if trainer is not None:
-                after = rl.measure(trainer, final, episodes=config.evaluation.final_episodes)
-                state.results["after"] = after.scalars
-        state.results["ledger"] = state.ledger.state()
-        state.results["digest"] = checkpoint.digest(final.replace(ref=None)) if final is not None else None
+    with (
+        checkpoint.Stop() as stop,
+        metrics.Progress() as progress,
+        loop.Profile(folder / "profile" if profile else None) as tracer,
+    ):
+        state = loop.Run(folder, parts, None, metrics.Ledger(), progress, stop, tracer)
+        status = ""
+        try:
+            _run_stages(state, policy_writer)
+        except (Stopped, FloatingPointError) as error:
+            status = f"Not finished: {error}."
+            raise
+        finally:
+            if status or "ledger" in state.results:
+                ledger = state.ledger.state()
+                present.write_report(folder, config, state.results, ledger, defaults=defaults, status=status)
     return state.results
+
+
+def _run_stages(state: loop.Run, policy_writer) -> None:
+    """Runs the stages that are left, and measures after the last."""
+    config = state.config
+    index, found = _restore(state, policy_writer)
+    adapters = [
+        metrics.adapter(name, project="rsi_jax", run=state.folder.name, config=config.to_dict())
+        for name in config.track
+    ]
+    position = state.offset + found[0] if found else -1
+    with metrics.Tracker(state.folder, adapters=adapters, resume_step=position) as state.tracker:
+        params, trainer, final = state.parts.start, None, None
+        if found is None and config.init_from:
+            index, params = _take_over(state, policy_writer)
+        for number in range(index, len(config.stages)):
+            stage, trainer = _make_stage(state, number, params, policy_writer)
+            final = loop.run_stage(state, stage, found)
+            params, found = final.params, None
+        if trainer is not None:
+            _measure(state, trainer, final, "after")
+    state.results["ledger"] = state.ledger.state()
+    state.results["digest"] = checkpoint.digest(final.replace(ref=None)) if final is not None else None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Callable, Sequence
 
 import chex
@@ -11,6 +12,12 @@ import numpy as np
 from rsi_jax import annotate, base
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.feedback import hints, locate
+
+# transcripts -> scalars of an environment.
+Summary = Callable[[list[base.Transcript]], dict[str, float]]
+
+SHARES = ("success", "invalid", "filler_correct", "ended")  # scalars that are shares: Wilson's interval
+BLOCKS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Result:
 def evaluate(
     params,
     sampler: rollout_lib.Sampler,
-    summary: Callable[[list[base.Transcript]], dict[str, float]],
+    summary: Summary,
     *,
     seed: int,
     episodes: int,
@@ -33,22 +40,64 @@ def evaluate(
 ) -> Result:
     """Plays `episodes` tasks of their own seeds, without hints, sampled as in training.
 
-    Returns: the environment's summary, the mean return and the mean response length (tokens per turn).
+    Returns: `summarise` of them.
     """
     tasks = [rollout_lib.Task(seed + i, i) for i in range(episodes)]
     rollout, transcripts = rollout_lib.collect(params, tasks, jax.random.key(seed), sampler, tick=tick)
+    return Result(summarise(transcripts, summary), rollout, transcripts)
+
+
+def summarise(transcripts: list[base.Transcript], summary: Summary) -> dict[str, float]:
+    """The environment's summary, the mean return and the mean response length (tokens per turn)."""
     turns = [turn for transcript in transcripts for turn in transcript.turns]
-    scalars = summary(transcripts) | {
+    return {
         "return": float(np.mean([transcript.score for transcript in transcripts])),
         "response_tokens": float(np.mean([turn.length for turn in turns])),
         "turns": len(turns) / len(transcripts),
         "truncated": float(sum(transcript.truncated for transcript in transcripts)),
         "ended": float(np.mean([turn.finish != base.LENGTH for turn in turns])),
-    }
-    return Result(scalars, rollout, transcripts)
+    } | summary(transcripts)
 
 
-def interval(mean: float, count: int) -> tuple[float, float]:
+def read_text(name: str) -> str:
+    """Reads the text whose perplexity is watched: a path, or a file of rsi_jax/data; '' = none.
+
+    Raises: base.InputError when there is no such file.
+    """
+    shipped = pathlib.Path(base.__file__).parent / "data" / name
+    file = pathlib.Path(name) if pathlib.Path(name).is_file() else shipped
+    if name and not file.is_file():
+        raise base.InputError(f"evaluation.perplexity_text={name!r}: no such file, here or in rsi_jax/data")
+    return file.read_text(encoding="utf-8") if name else ""
+
+
+def intervals(transcripts: list[base.Transcript], summary: Summary) -> dict[str, tuple[float, float]]:
+    """95% intervals of the scalars of `summarise`, from what they do when a twentieth of the episodes is left out.
+
+      se^2 = (g - 1) / g * sum over the g blocks of (theta without block j - mean of those)^2
+
+    Turns of one episode are not independent; leaving out whole episodes counts them once. Shares: Wilson's interval on
+    the number of independent trials with that error; others: normal. None for fewer than 2 episodes.
+    """
+    whole, blocks = summarise(transcripts, summary), min(BLOCKS, len(transcripts))
+    if blocks < 2:
+        return {}
+    parts = [
+        summarise([t for i, t in enumerate(transcripts) if i % blocks != block], summary) for block in range(blocks)
+    ]
+    found = {}
+    for name, value in whole.items():
+        left_out = np.array([part[name] for part in parts], np.float64)
+        error = math.sqrt((blocks - 1) / blocks * np.sum((left_out - left_out.mean()) ** 2))
+        if name in SHARES:
+            found[name] = interval(value, value * (1 - value) / error**2 if error else len(transcripts))
+        else:
+            half = 1.959964 * error
+            found[name] = (value - half, value + half)
+    return found
+
+
+def interval(mean: float, count: float) -> tuple[float, float]:
     """Wilson's 95% interval of a share over `count` trials."""
     if not count:
         return math.nan, math.nan
@@ -138,9 +187,7 @@ def regain(
     for finding, text in zip(findings, texts, strict=True):
         transcript, turn = transcripts[finding.row], transcripts[finding.row].turns[finding.turn]
         hint = sampler.chat.hint(text) if text else []
-        prompts.append(
-            transcript.tokens[: turn.insert_at] + hint + transcript.tokens[turn.insert_at : turn.start]
-        )
+        prompts.append(transcript.tokens[: turn.insert_at] + hint + transcript.tokens[turn.insert_at : turn.start])
     turns = rollout_lib.complete(params, prompts, key, sampler)
     clear = 0
     for finding, (ids, finish) in zip(findings, turns, strict=True):

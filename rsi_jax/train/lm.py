@@ -31,12 +31,14 @@ class Document(NamedTuple):
     train: np.ndarray
 
 
-def demonstration(env: envs.Env, chat: Chat, seed: int, *, hinted: int, train_recall: bool) -> Document:
+def demonstration(env: envs.Env, chat: Chat, seed: int, *, hinted: int, train_bare: bool) -> Document:
     """Renders one demonstration of the environment: the chosen actions are predicted, all else is context."""
     ids, train = [], []
-    for i, step in enumerate(env.demonstration(seed, hinted=hinted, train_recall=train_recall)):
+    for i, step in enumerate(env.demonstration(seed, hinted=hinted, train_bare=train_bare)):
         chunk = chat.start(step.shown) if i == 0 else chat.continue_(step.shown)
-        shown = chunk.ids[: chunk.insert_at] + (chat.hint(step.hint) if step.hint else []) + chunk.ids[chunk.insert_at :]
+        shown = (
+            chunk.ids[: chunk.insert_at] + (chat.hint(step.hint) if step.hint else []) + chunk.ids[chunk.insert_at :]
+        )
         action = chat.action(step.action)
         ids += shown + action
         train += [False] * len(shown) + [step.train] * len(action)
@@ -71,7 +73,9 @@ def read_conversations(path: str) -> list[list[dict[str, str]]]:
         try:
             messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in json.loads(line)["messages"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise base.InputError(f'{path} line {number}: not {{"messages": [{{"role", "content"}}]}} ({error})') from error
+            raise base.InputError(
+                f'{path} line {number}: not {{"messages": [{{"role", "content"}}]}} ({error})'
+            ) from error
         if not any(m["role"] == "assistant" for m in messages):
             raise base.InputError(f"{path} line {number}: no assistant message to learn from")
         found.append(messages)
@@ -87,8 +91,8 @@ def _demonstrations(knobs, make_env, chat: Chat, seed: int):
         rng = random.Random(f"lm/{seed}/{index}")
         task = rng.getrandbits(48)
         if rng.random() < knobs.short_share:
-            return demonstration(short_env, chat, task, hinted=0, train_recall=True)
-        return demonstration(long_env, chat, task, hinted=knobs.hinted_turns, train_recall=knobs.long_recall)
+            return demonstration(short_env, chat, task, hinted=0, train_bare=True)
+        return demonstration(long_env, chat, task, hinted=knobs.hinted_turns, train_bare=knobs.long_recall)
 
     return grain.MapDataset.range(2**31 - 1).map(document)
 
@@ -155,7 +159,9 @@ def packed_loss(params, batch: dict[str, chex.Array], *, config: transformer.Con
     return -jnp.sum(jnp.where(keep_N, logp_N, 0.0)) / jnp.maximum(1, count), count
 
 
-def make_update(config: transformer.Config, optimizer: optax.GradientTransformation, *, clip: float, chunk: int, remat: bool):
+def make_update(
+    config: transformer.Config, optimizer: optax.GradientTransformation, *, clip: float, chunk: int, remat: bool
+):
     """Binds the static parts and jits: update(state, batch) -> (state, metrics). The state is donated."""
 
     def update(state: base.TrainState, batch) -> tuple[base.TrainState, dict[str, Any]]:

@@ -9,7 +9,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -22,6 +22,44 @@ class Stopped(Exception):
     """A signal asked to stop; the state is saved."""
 
 
+class Profile:
+    """Traces a few steps of each stage with jax.profiler, after those that compile; a folder of None: nothing.
+
+    Use as a context: a stage that ends early ends the trace too.
+    """
+
+    SKIP, STEPS = 2, 3
+
+    def __init__(self, folder: pathlib.Path | None):
+        self.folder, self._open, self._seen = folder, False, 0
+
+    def stage(self) -> None:
+        """Begins a stage."""
+        self.close()
+        self._seen = 0
+
+    def step(self) -> None:
+        """Says that a step begins."""
+        if self.folder is not None and self._seen == self.SKIP:
+            jax.profiler.start_trace(str(self.folder))
+            self._open = True
+        elif self._seen == self.SKIP + self.STEPS:
+            self.close()
+        self._seen += 1
+
+    def close(self) -> None:
+        """Ends a trace that is open."""
+        if self._open:
+            self._open = False
+            jax.profiler.stop_trace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 @dataclasses.dataclass
 class Run:
     """One run and its effects. offset: global step at which the stage began. results: what evaluations found."""
@@ -32,12 +70,18 @@ class Run:
     ledger: metrics.Ledger
     progress: metrics.Progress
     stop: checkpoint.Stop
+    profile: Profile
     offset: int = 0
     results: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self):
         return self.parts.config
+
+    def check_stop(self, during: str) -> None:
+        """Leaves a measurement when a signal came: nothing is lost, the same command makes it anew. Raises: Stopped."""
+        if self.stop.requested:
+            raise Stopped(f"{self.stop.name}: stopped during {during}; the same command continues")
 
 
 @dataclasses.dataclass
@@ -46,7 +90,8 @@ class Stage:
 
     step(state, i) -> (state, scalars): one batch. enough(state) -> bool: end early after a batch.
     before(state): measurements at the start. evaluate(state, i): measure and log every `every` batches.
-    cursor / seek: the data position as JSON. archive: what `step` appends rollouts to.
+    leave(state): called after the last batch, of the stage or before a stop.
+    cursor / seek: the data position as JSON.
     """
 
     name: str
@@ -57,6 +102,7 @@ class Stage:
     enough: Callable[[base.TrainState], bool] = lambda state: False
     before: Callable[[base.TrainState], None] = lambda state: None
     evaluate: Callable[[base.TrainState, int], None] = lambda state, i: None
+    leave: Callable[[base.TrainState], None] = lambda state: None
     every: int = 0
     cursor: Callable[[], Any] = lambda: None
     seek: Callable[[Any], None] = lambda cursor: None
@@ -113,14 +159,18 @@ def run_stage(run: Run, stage: Stage, found: Restored | None = None) -> base.Tra
         done = meta["done"]
         stage.seek(meta["cursor"])
     run.progress.stage(stage.name, stage.total, start=i)
+    run.profile.stage()
     while not done:
         if run.stop.requested:
+            stage.leave(state)
             if i != saved.latest_step():
                 save(False)
             raise Stopped(f"{run.stop.name}: saved at {stage.name} step {i}; the same command continues")
         state, done = _advance(run, stage, state, i)
         i += 1
-        if stage.every and i % stage.every == 0 and not done:
+        if done:
+            stage.leave(state)
+        elif stage.every and i % stage.every == 0:
             stage.evaluate(state, i)
         if i % every == 0 or done:
             save(done)
@@ -131,6 +181,7 @@ def run_stage(run: Run, stage: Stage, found: Restored | None = None) -> base.Tra
 def _advance(run: Run, stage: Stage, state: base.TrainState, i: int) -> tuple[base.TrainState, bool]:
     """Does batch i and logs it: (state, whether the stage is done)."""
     began = time.perf_counter()
+    run.profile.step()
     state, scalars = stage.step(state, i)
     scalars = {name: np.asarray(value).item() for name, value in jax.device_get(dict(scalars)).items()}
     check_finite(scalars, state, stage.name, i)

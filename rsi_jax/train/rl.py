@@ -1,12 +1,13 @@
 """The `rl` stage: collect, feedback, annotate, credit, update.
 
-    rollout, transcripts = collect(params, tasks, key)      # host: sample <-> env; rewards per segment
-    rollout = feedback.add(rollout, transcripts)            # host: locate, write hints -> Views
-    rollout = annotate(params, aux, rollout)                # jit: columns
-    credit  = credit_fn(rollout)                            # jit, pure: CreditFn
-    for mb in minibatches: state, metrics = update(state, mb)
+rollout, transcripts = collect(params, tasks, key)      # host: sample <-> env; rewards per segment
+rollout = feedback.add(rollout, transcripts)            # host: locate, write hints -> Views
+rollout = annotate(params, aux, rollout)                # jit: columns
+credit  = credit_fn(rollout)                            # jit, pure: CreditFn
+for mb in minibatches: state, metrics = update(state, mb)
 """
 
+import dataclasses
 import functools
 import random
 from typing import Any
@@ -15,14 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsi_jax import annotate, base, feedback, losses, optim, sharding
+from rsi_jax import annotate, base, feedback, losses, metrics, optim, sharding, store
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.feedback import schedule, teacher, views
 from rsi_jax.model import transformer
-from rsi_jax.train import evaluate, loop, setup, update
-
+from rsi_jax.train import evaluate, lm, loop, samples, setup, update
 
 PHASES = ("generate", "feedback", "annotate", "train")  # what counts as the wall time of the method
+
+
+class ParityError(RuntimeError):
+    """The sampler's log-probs are not the trainer's."""
 
 
 def tasks(config, step: int, attempt: int = 0) -> list[rollout_lib.Task]:
@@ -44,6 +48,16 @@ def rows_of(tree, rows: np.ndarray, total: int):
     return jax.tree.map(take, tree)
 
 
+def take(rollout: base.Rollout, credit: base.Credit | None, rows: np.ndarray) -> tuple[base.Rollout, Any]:
+    """Cuts a batch to some of its rollouts, with their views and credit."""
+    part, scores = rows_of((rollout, credit), rows, rollout.tokens_BT.shape[0])
+    if part.views is not None:
+        per = part.views.rollout_K.shape[0] // len(rows)
+        local_K = np.repeat(np.arange(len(rows), dtype=np.int32), per)
+        part = part.replace(views=part.views.replace(rollout_K=local_K))
+    return part, scores
+
+
 def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int):
     """Yields epochs * minibatches parts; rows are shuffled between epochs only when there is more than one part."""
     B, parts = rollout.tokens_BT.shape[0], config.rl.minibatches
@@ -53,12 +67,7 @@ def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int):
             continue
         order = np.random.default_rng([config.seed, step, epoch]).permutation(B)
         for rows in np.split(order, parts):
-            part, scores = rows_of((rollout, credit), np.sort(rows), B)
-            if part.views is not None:
-                per = part.views.rollout_K.shape[0] // len(rows)
-                local_K = np.repeat(np.arange(len(rows), dtype=np.int32), per)
-                part = part.replace(views=part.views.replace(rollout_K=local_K))
-            yield part, scores
+            yield take(rollout, credit, np.sort(rows))
 
 
 class Trainer:
@@ -67,21 +76,20 @@ class Trainer:
     def __init__(self, run: loop.Run, env_module, policy_writer=None):
         config, parts = run.config, run.parts
         self.run, self.config, self.parts = run, config, parts
-        self.summary = env_module.summary
+        self.summary = getattr(env_module, "summary", lambda transcripts: {})
         self.credit_fn, self.needs = setup.bind_credit(config.credit)
         self.credit = jax.jit(self.credit_fn)
+        self.text = evaluate.read_text(config.evaluation.perplexity_text)
         self.writing = setup.make_writing(config, policy_writer)
         self.objective = setup.make_objective(config)
         updates = config.rl.updates * config.rl.epochs * config.rl.minibatches
-        rate = optim.learning_rate(
-            config.rl.lr, updates=updates, warmup=config.rl.warmup, schedule=config.rl.schedule
-        )
+        rate = optim.learning_rate(config.rl.lr, updates=updates, warmup=config.rl.warmup, schedule=config.rl.schedule)
         knobs = config.optimizer
-        self.optimizer = optim.make(
-            knobs.name, rate, b1=knobs.b1, b2=knobs.b2, weight_decay=config.rl.weight_decay
-        )
+        self.optimizer = optim.make(knobs.name, rate, b1=knobs.b1, b2=knobs.b2, weight_decay=config.rl.weight_decay)
         self.update = update.make_update(parts.model, self.objective, self.optimizer)
         self.key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        self.archive = store.Archive(run.folder / "rollouts")
+        self.last: samples.Batch | None = None  # the batch of the latest step, for the report
 
     def start(self, params) -> base.TrainState:
         """The state at the first step of the stage; parameters and optimizer state placed by the sharding table."""
@@ -99,7 +107,7 @@ class Trainer:
 
     def collect(self, state: base.TrainState, step: int):
         """Plays a batch; with dynamic sampling, groups without signal are played again, a bounded number of rounds."""
-        batch, rollout, transcripts = None, None, None
+        batch, rollout, transcripts, silent = None, None, None, set()
         for attempt in range(1 + self.config.rl.dynamic_rounds):
             drawn = tasks(self.config, step, attempt)
             key = jax.random.fold_in(jax.random.fold_in(self.key, step), attempt)
@@ -133,6 +141,9 @@ class Trainer:
         if not columns:
             return rollout
         self.run.ledger.add(scored=int(np.sum(rollout.length_B)) * len(columns))
+        return self._annotate(state, rollout, columns)
+
+    def _annotate(self, state: base.TrainState, rollout: base.Rollout, columns: list[str]) -> base.Rollout:
         return annotate.annotate(
             state.params,
             rollout,
@@ -145,14 +156,46 @@ class Trainer:
             span=self.objective.span,
         )
 
+    def keep_rollouts(self, rollout: base.Rollout, transcripts, step: int) -> None:
+        """Archives the first rollouts of every n-th batch, under the step of its line in the metrics."""
+        knobs, at = self.config.archive, self.run.offset + step + 1
+        if not knobs.every or step % knobs.every:
+            return
+        with self.run.ledger.phase("archive"):
+            self.archive.truncate(at - 1)  # what a killed run did beyond its last checkpoint is done again
+            few = np.arange(min(knobs.rollouts, len(transcripts)))
+            columns = store.columns_of(rows_of(rollout, few, len(transcripts)))
+            texts = [dataclasses.asdict(transcripts[row]) for row in few]
+            texts = [metrics.jsonable(text | {"tokens": len(text["tokens"])}) for text in texts]
+            self.archive.append(at, columns, texts)
+
+    def keep_batch(self, name: str, batch: samples.Batch, state: base.TrainState) -> None:
+        """Keeps the most telling rollouts of a batch for the report, scored by the teacher where they are hinted."""
+        count = self.config.evaluation.samples
+        if not count:
+            return
+        with self.run.ledger.phase("report"):
+            rows = samples.telling(batch, count)
+            rollout, credit = jax.device_get(take(batch.rollout, batch.credit, rows))
+            if rollout.views is not None:
+                rollout = self._annotate(state, rollout, ["view_logp_KU"])
+            batch = dataclasses.replace(batch, rollout=rollout, credit=credit)
+            title = f"training batch {batch.step + 1}, task"
+            rules = list(self.writing.rules)
+            traces = samples.of_batch(batch, rows.tolist(), self.parts.chat, rules, title=title)
+            samples.write(self.run.folder, name, traces)
+
+    def leave(self, state: base.TrainState) -> None:
+        """Keeps the last batch for the report (a teacher that moves has moved once more by now)."""
+        if self.last is not None:
+            self.keep_batch(samples.LAST, self.last, state)
+
     def add_feedback(self, state: base.TrainState, rollout: base.Rollout, transcripts, step: int):
         """Adds the views, weighed by the schedule, and measures what the teacher thinks of the right action."""
         f, seed = self.config.feedback, f"feedback/{self.config.seed}/{step}"
         rollout, written, counts = feedback.add(rollout, transcripts, self.parts.chat, self.writing, seed=seed)
         factor = float(
-            schedule.scale(
-                state.aux, step, warmup=f.warmup, decay=f.decay, off_at=f.off_at, min_gain=f.min_gain
-            )
+            schedule.scale(state.aux, step, warmup=f.warmup, decay=f.decay, off_at=f.off_at, min_gain=f.min_gain)
         )
         counts["feedback/scale"] = factor
         views_K = rollout.views.replace(weight_K=rollout.views.weight_K * np.float32(factor))
@@ -169,7 +212,7 @@ class Trainer:
             voice = state.params if state.teacher is None else state.teacher
             counts["feedback/teacher_right"] = bound(voice, texts=texts)
             counts["feedback/student_right"] = bound(state.params, texts=[""] * len(texts))
-        return rollout.replace(views=views_K), counts
+        return rollout.replace(views=views_K), written, counts
 
     def step(self, state: base.TrainState, step: int) -> tuple[base.TrainState, dict[str, Any]]:
         """One batch, from tasks to updated parameters."""
@@ -182,9 +225,10 @@ class Trainer:
         scalars |= {f"train/{name}": value for name, value in self.summary(transcripts).items()}
         scalars["reward"] = float(np.mean([transcript.score for transcript in transcripts]))
         scalars["tokens"] = float(np.sum(rollout.mask_BT))
+        written = []
         if "views" in self.needs:
             with ledger.phase("feedback"):
-                rollout, counts = self.add_feedback(state, rollout, transcripts, step)
+                rollout, written, counts = self.add_feedback(state, rollout, transcripts, step)
                 scalars |= counts
         with ledger.phase("annotate"):
             rollout = self.annotate(state, rollout)
@@ -194,6 +238,10 @@ class Trainer:
             credit = self.credit(rollout)
             scalars |= {f"credit/{name}": value for name, value in credit.metrics.items()}
         credit = credit.replace(metrics={})
+        self.last = samples.Batch(step, rollout, credit, transcripts, written)
+        self.keep_rollouts(rollout, transcripts, step)
+        if any(text for _, text in written) and not samples.exists(self.run.folder, samples.FIRST_HINTED):
+            self.keep_batch(samples.FIRST_HINTED, self.last, state)
         with ledger.phase("train"):
             for part, scores in minibatches(rollout, credit, self.config, step):
                 part, scores = sharding.put_rows((part, scores), self.parts.mesh)
@@ -207,7 +255,7 @@ class Trainer:
     def check_parity(self, params, rollout: base.Rollout) -> None:
         """Refuses to train when the sampler's log-probs are not the trainer's.
 
-        Raises: RuntimeError naming the worst difference and its place.
+        Raises: ParityError naming the worst difference and its place.
         """
         logp_BT, _ = annotate.score_rollout(
             params, rollout, config=self.parts.model,
@@ -218,9 +266,9 @@ class Trainer:
         self.run.results["parity"] = worst
         if not worst <= self.config.rl.parity_tol:
             row, column = np.unravel_index(gap_BT.argmax(), gap_BT.shape)
-            raise RuntimeError(
-                f"the sampler's log-probs differ from the trainer's by {worst:.2g} nats (rollout {row}, token {column}; "
-                f"rl.parity_tol={self.config.rl.parity_tol}): refusing to train"
+            raise ParityError(
+                f"the sampler's log-probs differ from the trainer's by {worst:.2g} nats (rollout {row}, token "
+                f"{column}; rl.parity_tol={self.config.rl.parity_tol}): refusing to train"
             )
 
     def enough(self, state: base.TrainState) -> bool:
@@ -249,16 +297,32 @@ def _put_rows(rollout: base.Rollout, other: base.Rollout, rows: np.ndarray) -> b
     return jax.tree.map(put, rollout, other).replace(group_B=rollout.group_B, chain_B=rollout.chain_B)
 
 
-def measure(trainer: Trainer, state: base.TrainState, *, episodes: int) -> evaluate.Result:
-    """Evaluates the policy without hints, and the hint gain (teacher's weights) at the turns the rules locate."""
-    config, parts = trainer.config, trainer.parts
+def measure(
+    trainer: Trainer, state: base.TrainState, *, episodes: int, when: str, final: bool = False
+) -> evaluate.Result:
+    """Evaluates the policy without hints, and the hint gain (teacher's weights) at the turns the rules locate.
+
+    Keeps the first transcripts for the report as `samples.BEFORE` ('before') or `samples.AFTER`. when: said of them.
+    final: before or after the stage, where a signal may end it: nothing is lost.
+    Raises: Stopped.
+    """
+    config, parts, run = trainer.config, trainer.parts, trainer.run
+    if final:
+        run.progress.say(f"measuring {when} on {episodes} episodes")
     with trainer.run.ledger.phase("evaluate"):
         result = evaluate.evaluate(
-            state.params, parts.sampler, trainer.summary, seed=config.evaluation.seed, episodes=episodes
-        )
+            state.params, parts.evaluator, trainer.summary, seed=config.evaluation.seed, episodes=episodes,
+            tick=lambda tokens: run.check_stop(f"the evaluation {when}") if final else None,
+        )  # fmt: skip
         voice = state.params if state.teacher is None else state.teacher
         gain = evaluate.hint_gain(
-            voice, parts.sampler, result.transcripts, trainer.writing.rules, trainer.writing.templates,
-            hint="template", limit=64, seed="evaluation", chunk=config.compute.chunk,
+            voice, parts.evaluator, result.transcripts, trainer.writing.rules, trainer.writing.templates,
+            hint="template", limit=config.evaluation.gain_turns, seed="evaluation", chunk=config.compute.chunk,
         )  # fmt: skip
+        if trainer.text:
+            ids = parts.chat.encode(trainer.text)
+            gain["perplexity"] = lm.perplexity(state.params, ids, config=parts.model, chunk=config.compute.chunk)
+    with run.ledger.phase("report"):
+        traces = samples.of_evaluation(result, parts.chat, config.evaluation.samples, when)
+        samples.write(run.folder, samples.BEFORE if when == "before" else samples.AFTER, traces)
     return evaluate.Result(result.scalars | gain, result.rollout, result.transcripts)

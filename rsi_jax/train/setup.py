@@ -28,12 +28,18 @@ class Parts:
     sampler: rollout_lib.Sampler
     mesh: jax.sharding.Mesh
 
+    @property
+    def evaluator(self) -> rollout_lib.Sampler:
+        """The sampler on tasks that are never trained on, where the environment holds some out."""
+        env = self.env.held_out() if hasattr(self.env, "held_out") else self.env
+        return dataclasses.replace(self.sampler, env=env)
+
 
 def make_env(config, horizon: int | None = None) -> envs.Env:
     """Builds the environment of the config; `horizon` overrides its own (for demonstrations)."""
     knobs = config.env[config.env.name].to_dict()
     if config.env.name == "jsonl":
-        knobs |= {"path": config.data.path, "reward": config.reward}
+        knobs |= {"path": config.data.path, "reward": config.reward, "held_out_path": config.data.held_out}
     if horizon is not None:
         knobs |= {"horizon": horizon, "goals": 0, "slack": 0}
     return envs.find(config.env.name).make(**knobs)
@@ -51,13 +57,14 @@ def make_model(config, env, *, value_head: bool) -> tuple[transformer.Config, An
         sizes = {name: config.model[name] for name in config.model if name != "source"}
         model = transformer.Config(vocab=words.vocab_size, value_head=value_head, **sizes)
         key = jax.random.fold_in(jax.random.key(config.seed), 0)
-        return model, transformer.init(model, key), chat_lib.word_chat(words)
+        return model, transformer.init(model, key), chat_lib.word_chat(words, hint_place=config.feedback.hint_place)
     if source == "smollm2":
         source = str(gguf_file.find_smollm2())
     load = gguf_file.load if source.endswith(".gguf") else hf.load
     model, params, words, template = load(source, value_head=value_head)
     model = dataclasses.replace(model, dtype=config.model.dtype)
-    return model, jax.tree.map(jax.numpy.asarray, params), chat_lib.Chat(words, template)
+    chat = chat_lib.Chat(words, template, hint_role=config.feedback.hint_role or None, hint_place=config.feedback.hint_place)
+    return model, jax.tree.map(jax.numpy.asarray, params), chat
 
 
 def bind_credit(knobs, name: str | None = None) -> tuple[base.CreditFn, tuple[str, ...]]:
@@ -111,7 +118,8 @@ def check(config) -> None:
         ("lm.updates", 0), ("lm.batch_rows", 1), ("lm.row_tokens", 2), ("rl.updates", 0), ("rl.groups", 1),
         ("rl.group_size", 1), ("rl.epochs", 1), ("rl.minibatches", 1), ("rollout.capacity", 2), ("rollout.slots", 1),
         ("evaluation.episodes", 1), ("evaluation.final_episodes", 1), ("checkpoint.every", 1), ("checkpoint.keep", 1),
-        ("feedback.per_rollout", 1),
+        ("evaluation.every", 0), ("evaluation.samples", 0), ("feedback.per_rollout", 1), ("archive.every", 0),
+        ("archive.rollouts", 1),
     ):  # fmt: skip
         group, name = path.split(".")
         _need(config[group][name] >= low, f"{path}={config[group][name]} must be at least {low}")
@@ -155,6 +163,10 @@ def make_parts(config) -> Parts:
     """
     check(config)
     env = make_env(config)
+    _need(
+        "lm" not in config.stages or config.lm.data != "demonstrations" or hasattr(env, "demonstration"),
+        f"env {config.env.name!r} demonstrates nothing: leave 'lm' out of stages, or set lm.data and lm.path",
+    )
     needs = bind_credit(config.credit)[1]
     model, start, chat = make_model(config, env, value_head="value_BT" in needs)
     sampling = sample.Sampling(

@@ -1,0 +1,1 @@
+"""The policy: transformer.py (decoder and KV cache), loaders, tokenizer, chat."""
