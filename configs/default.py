@@ -49,6 +49,7 @@ def _lm():
     c.updates = 200  # optimizer updates
     c.batch_rows = 20  # packed rows per update
     c.row_tokens = 512  # tokens per packed row
+    c.optimizer = "muon"  # 'adamw' | 'muon'
     c.lr = 3e-3
     c.warmup = 10  # updates
     c.schedule = "cosine"  # 'constant' | 'linear' | 'cosine'
@@ -58,7 +59,7 @@ def _lm():
     c.path = ""  # file of 'jsonl' and 'text'
     c.short_horizon = 4  # turns of an un-hinted demonstration
     c.short_share = 0.8  # share of un-hinted short demonstrations; the rest is hinted and of the RL horizon
-    c.hinted_turns = 6  # sub-goal turns that carry a reminder in a long demonstration
+    c.hinted_horizon = 16  # turns of the shortest hinted demonstration; they double up to the horizon of the task
     c.long_recall = (
         False  # also train un-hinted recall in long demonstrations (the reference that needs demonstrations)
     )
@@ -70,6 +71,7 @@ def _rl():
     c.updates = 60  # optimizer steps = batches of rollouts (times epochs * minibatches)
     c.groups = 8  # tasks per batch
     c.group_size = 8  # rollouts per task
+    c.optimizer = "adamw"  # 'adamw' | 'muon'
     c.lr = 2e-3
     c.warmup = 5  # updates: the first Adam steps are full-sized whatever the gradient is
     c.schedule = "constant"
@@ -195,7 +197,9 @@ def get_config():
     )
     c.lm = _lm()
     c.rl = _rl()
-    c.optimizer = config_dict.ConfigDict(dict(name="adamw", b1=0.9, b2=0.95))  # 'adamw' | 'muon'
+    c.adam = config_dict.ConfigDict(
+        dict(b1=0.9, b2=0.95)
+    )  # moments of AdamW, and of the parameters that Muon leaves to it
     c.credit = _credit()
     c.feedback = _feedback()
     c.evaluation = _evaluation()

@@ -15,11 +15,11 @@ def get_config():
     c.sample.max_tokens = 80
     c.rl.update(updates=16, groups=8, group_size=2, lr=3e-5, warmup=2, micro_batch=4)
     c.credit.textual_feedback.inner = "grpo"
-    c.feedback.update(rules=("long_answer",), hint_role="user", hint_place="header", per_rollout=1, off_at=2.0)
+    c.feedback.update(rules=("long_answer",), per_rollout=1, off_at=2.0)
     c.feedback.long_answer.max_words = 15
-    c.feedback.templates.long_answer = "{question} Answer in one short sentence."
-    c.feedback.wrong.long_answer = "{question} Answer in three long paragraphs."
-    c.feedback.irrelevant = "{question} The weather is nice today."
+    c.feedback.templates.long_answer = "Answer in one short sentence."
+    c.feedback.wrong.long_answer = "Answer in three long paragraphs."
+    c.feedback.irrelevant = "The weather is nice today."
     c.evaluation.update(episodes=32, final_episodes=110, every=0, gain_turns=16)  # 110: each held-out question twice
     c.evaluation.perplexity_text = "public_domain.txt"
     c.checkpoint.every = 8

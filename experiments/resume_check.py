@@ -290,6 +290,13 @@ def check(runner: Runner, kills: int, seed: int, parallel: int) -> tuple[list[Tr
     return sorted(trials, key=lambda trial: trial.number), differences(wanted, again)
 
 
+def _edited() -> float:
+    """When the sources that a run imports were last changed."""
+    here = pathlib.Path(__file__).resolve().parents[1]
+    folders = ("rsi_jax", "kernels", "configs", "experiments")
+    return max(path.stat().st_mtime for folder in folders for path in (here / folder).rglob("*.py"))
+
+
 def main(argv: list[str]) -> None:
     """Runs the check and reports."""
     del argv
@@ -298,6 +305,7 @@ def main(argv: list[str]) -> None:
     root = pathlib.Path(tempfile.mkdtemp(prefix="resume_check_"))
     arguments = [argument for argument in sys.argv[1:] if argument.startswith(("--config", "-config"))]
     runner = Runner([sys.executable, "-m", "experiments.train", *arguments], root)
+    edited = _edited()
     try:
         trials, control = check(runner, KILLS.value, SEED.value, PARALLEL.value)
     except RuntimeError as error:
@@ -317,6 +325,7 @@ def main(argv: list[str]) -> None:
     struck = [trial for trial in trials if trial.strikes]
     faults = {str(trial.number): trial.differences for trial in trials if trial.differences}
     faults |= {"uninterrupted": control} if control else {}
+    faults |= {"sources": ["edited during the check: run it again"]} if _edited() != edited else {}
     if not faults:
         shutil.rmtree(root)
     else:

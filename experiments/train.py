@@ -26,12 +26,14 @@ _PROFILE = flags.DEFINE_bool("profile", False, "write a jax.profiler trace of a 
 def main(_) -> None:
     from configs import default
     from rsi_jax import metrics, report, train
-    from rsi_jax.train import present
+    from rsi_jax.train import present, setup
 
     config = _CONFIG.value
     if _RUN_DIR.value is not None:
         config.run_dir = _RUN_DIR.value
-    name = pathlib.Path(flags.FLAGS["config"].config_filename.split(":", 1)[0]).stem
+    setup.check(config)
+    file = flags.FLAGS["config"].config_filename
+    name = pathlib.Path(file.split(":", 1)[0]).stem
     folder = present.open_folder(config, name=name, fresh=_FRESH.value)
     results = present.finished(folder)
     if results is None:
@@ -39,7 +41,8 @@ def main(_) -> None:
         results = present.store(folder, results)
     rows = present.headline(results, config.evaluation.final_episodes)
     present.table(rows, f"{name}: before and after, without hints")
-    print(f"run folder    {folder}\nreport        {folder / report.REPORT_FILE}\ncompare arms  {present.COMPARE}")
+    print(f"run folder    {folder}\nreport        {folder / report.REPORT_FILE}")
+    print(f"compare arms  python -m experiments.ablate_arms --config={file}")
     metrics.finish(present.line(results, folder))
 
 

@@ -83,7 +83,7 @@ def annotate(
 
 def _view_logp(teacher, config, rollout: base.Rollout, span: int, temperature: float, chunk: int) -> chex.Array:
     views = rollout.views
-    states_KUD = views_lib.teacher_states(teacher, config, rollout.tokens_BT, views, span)
+    states_KUD = views_lib.teacher_states(teacher, config, rollout, span)
     K, U, D = states_KUD.shape
     logp_N, _ = token_logprob.token_logprob(
         states_KUD.reshape(-1, D),

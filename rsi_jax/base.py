@@ -68,6 +68,8 @@ class Views:
     source_K       int32   index of the locating rule; -1 = unused row.
     weight_K       float32 weight of the view (>= 0; 0 = unused or gated off).
     polarity_K     float32 +1 = move toward the hinted reading, -1 = contrast.
+    branch         int     static: tokens that a branch may hold (hint, and trunk[insert_at : span end]); 0 = each view
+                           is read on its own, from its prefix on.
     """
 
     rollout_K: chex.Array
@@ -79,6 +81,7 @@ class Views:
     source_K: chex.Array
     weight_K: chex.Array
     polarity_K: chex.Array
+    branch: int = flax.struct.field(pytree_node=False, default=0)
 
 
 @flax.struct.dataclass

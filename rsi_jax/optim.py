@@ -67,6 +67,6 @@ def make(
 
 def clip(grads, limit: float):
     """Scales a gradient to global norm <= limit (0 = no limit). Returns: (gradient, norm before)."""
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     factor = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else 1.0
     return jax.tree.map(lambda g: g * factor, grads), norm

@@ -54,49 +54,44 @@ def rollout(
     rng = np.random.default_rng(seed)
     B = len(rows)
     T = T or max(sum(span.length for span in row) for row in rows)
-    S = S or max(len(row) for row in rows)
-    columns = {
-        "start": np.zeros((B, S), np.int32),
-        "length": np.zeros((B, S), np.int32),
-        "kind": np.zeros((B, S), np.int32),
-        "reward": np.zeros((B, S), np.float32),
-        "discount": np.ones((B, S), np.float32),
-        "finish": np.zeros((B, S), np.int32),
-        "anchor": np.full((B, S), base.NO_ANCHOR, np.int32),
-        "parent": np.full((B, S), base.NO_PARENT, np.int32),
-    }
-    for b, row in enumerate(rows):
-        start = 0
-        for s, span in enumerate(row):
-            columns["start"][b, s] = start
-            for name in ("length", "kind", "reward", "discount", "finish"):
-                columns[name][b, s] = getattr(span, name)
-            start += span.length
-        if start > T:
-            raise ValueError(f"row {b} has {start} tokens, T = {T}")
-    made = base.Rollout(
-        tokens_BT=jnp.asarray(rng.integers(0, 50, (B, T), np.int32)),
-        logp_BT=jnp.zeros((B, T)),
-        kept_mass_BT=jnp.ones((B, T)),
-        group_B=jnp.asarray(np.zeros(B, np.int32) if group is None else np.asarray(group, np.int32)),
-        segments=base.Segments(**{f"{name}_BS": jnp.asarray(x) for name, x in columns.items()}),
-        weight_B=jnp.asarray(np.ones(B, np.float32) if weight is None else np.asarray(weight, np.float32)),
-        chain_B=jnp.arange(B, dtype=jnp.int32),
-    )
-    mask_BT = np.zeros((B, T), bool)
-    for b, s in zip(*np.nonzero(columns["kind"] == base.ACTION), strict=True):
-        mask_BT[b, columns["start"][b, s] : columns["start"][b, s] + columns["length"][b, s]] = True
+    table, mask_BT = _lay_out(rows, T, S or max(len(row) for row in rows))
     logp_BT, ref_logp_BT = -rng.exponential(1.0, (2, B, T)).astype(np.float32)
     value_BT = None
     if value is not None:
         value_BT = np.zeros((B, T), np.float32)
         value_BT[mask_BT] = np.concatenate([np.asarray(row, np.float32) for row in value])
         value_BT = jnp.asarray(value_BT)
-    return made.replace(
+    return base.Rollout(
+        tokens_BT=jnp.asarray(rng.integers(0, 50, (B, T), np.int32)),
         logp_BT=jnp.asarray(np.where(mask_BT, logp_BT, 0.0)),
+        kept_mass_BT=jnp.ones((B, T)),
+        group_B=jnp.asarray(np.zeros(B, np.int32) if group is None else np.asarray(group, np.int32)),
+        segments=base.Segments(**{f"{name}_BS": jnp.asarray(x) for name, x in table.items()}),
+        weight_B=jnp.asarray(np.ones(B, np.float32) if weight is None else np.asarray(weight, np.float32)),
+        chain_B=jnp.arange(B, dtype=jnp.int32),
         ref_logp_BT=jnp.asarray(np.where(mask_BT, ref_logp_BT, 0.0)),
         value_BT=value_BT,
     )
+
+
+def _lay_out(rows: Sequence[Sequence[Span]], T: int, S: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Gives the segment table and the mask of sampled tokens."""
+    B = len(rows)
+    ints = dict(start=0, length=0, kind=0, finish=0, anchor=base.NO_ANCHOR, parent=base.NO_PARENT)
+    table = {name: np.full((B, S), fill, np.int32) for name, fill in ints.items()}
+    table |= {"reward": np.zeros((B, S), np.float32), "discount": np.ones((B, S), np.float32)}
+    mask_BT = np.zeros((B, T), bool)
+    for b, row in enumerate(rows):
+        start = 0
+        for s, span in enumerate(row):
+            table["start"][b, s] = start
+            for name in ("length", "kind", "reward", "discount", "finish"):
+                table[name][b, s] = getattr(span, name)
+            mask_BT[b, start : start + span.length] = span.kind == base.ACTION
+            start += span.length
+        if start > T:
+            raise ValueError(f"row {b} has {start} tokens, T = {T}")
+    return table, mask_BT
 
 
 def bandit(

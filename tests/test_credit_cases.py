@@ -162,8 +162,10 @@ def test_T18_observation_tokens_do_not_advance_time():
 def test_T18_a_reward_that_lands_on_an_observation_is_that_of_the_action_before_it():
     rewarded = [[action(2), observation(5, 1.0), action(1, finish=base.ENV)]]
     direct = [[action(2, 1.0), observation(5), action(1, finish=base.ENV)]]
+    knobs = {"gae": {"discount": 1.0, "lambda_": 0.5}, "turn_gae": {"discount": 0.9, "lambda_": 0.5}}
     for name in ("gae", "turn_gae", "centred_return_to_go"):
-        a, b = (of(builders.rollout(r, value=[[0.2, 0.4, 0.6]]), name).adv_BT for r in (rewarded, direct))
+        rollouts = (builders.rollout(rows, value=[[0.2, 0.4, 0.6]]) for rows in (rewarded, direct))
+        a, b = (of(x, name, **knobs.get(name, {})).adv_BT for x in rollouts)
         np.testing.assert_array_equal(a, b)
 
 
@@ -186,7 +188,7 @@ def test_T23_only_running_out_of_tokens_bootstraps(name):
     ends = [(base.LENGTH, 1.0), (base.STOP, 1.0), (base.ENV, 0.0), (base.LENGTH, 0.0)]
     rows = [row(*end) for end in ends] + [[prompt(1), action(5, 1.0, finish=base.ENV, discount=0.0)]]
     values = [[0.1, 0.2, 0.3, 0.4]] * 4 + [[0.1, 0.2, 0.3, 0.4, 0.5]]
-    got = of(builders.rollout(rows, value=values), name, discount=0.9, lambda_=1.0)
+    got = of(builders.rollout(rows, value=values), name, discount=0.9, lambda_=0.5)
     start = 0.4 if name == "gae" else 0.3
     last_B = np.asarray(got.adv_BT)[:, 5]
     np.testing.assert_allclose(last_B[0], 1 + 0.9 * 0.4 - start, atol=1e-6)
@@ -196,18 +198,18 @@ def test_T23_only_running_out_of_tokens_bootstraps(name):
 
 def test_critic_keeps_its_value_as_target_where_the_reward_is_not_finite():
     rollout = builders.rollout([[prompt(1), action(2, np.nan)], [prompt(1), action(2, 1.0)]], value=[[0.3, 0.4]] * 2)
-    got = of(rollout, "gae", lambda_=1.0)
-    np.testing.assert_allclose(got.adv_BT, [[0, 0, 0], [0, 0.7, 0.6]], atol=1e-6)
-    np.testing.assert_allclose(got.value_target_BT, [[0, 0.3, 0.4], [0, 1, 1]], atol=1e-6)
+    got = of(rollout, "gae", discount=1.0, lambda_=0.5)
+    np.testing.assert_allclose(got.adv_BT, [[0, 0, 0], [0, 0.4, 0.6]], atol=1e-6)
+    np.testing.assert_allclose(got.value_target_BT, [[0, 0.3, 0.4], [0, 0.7, 1]], atol=1e-6)
     assert got.metrics["nonfinite_rewards"] == 1
 
 
 def test_T7_whitened_advantages_have_mean_zero_and_unit_std_over_the_sampled_tokens():
     rollout = builders.random_rollout(3)
-    got = of(rollout, "gae", scale="std")
+    got = of(rollout, "gae", discount=1.0, lambda_=0.5, scale="std")
     kept = np.asarray(got.adv_BT)[np.asarray(rollout.mask_BT)]
     np.testing.assert_allclose([kept.mean(), kept.std(ddof=1)], [0, 1], atol=1e-5)
-    np.testing.assert_array_equal(got.value_target_BT, of(rollout, "gae").value_target_BT)
+    np.testing.assert_array_equal(got.value_target_BT, of(rollout, "gae", discount=1.0, lambda_=0.5).value_target_BT)
 
 
 # --- textual feedback ------------------------------------------------------------------------------------------------

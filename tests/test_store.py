@@ -235,7 +235,7 @@ def test_kill_9_inside_append_keeps_what_was_committed_and_readers_never_see_les
     for _ in range(3):
         command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path), str(keep), str(HERE)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-        lines, begins = [], rng.randrange(3, 9)
+        lines, begins = [], rng.randrange(2, 5)
         while begins:
             lines.append(process.stdout.readline().split())
             begins -= lines[-1][0] == "begin"

@@ -1,5 +1,6 @@
-"""The training app: flags and their errors, the run folder, what a run shows, and one tiny run stopped and continued."""
+"""The training app: flags and their errors, the run folder, what a run shows, one tiny run stopped and continued."""
 
+import functools
 import json
 import os
 import pathlib
@@ -7,12 +8,13 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from configs import default
 from experiments import cli
-from rsi_jax import base, report, store, train
+from rsi_jax import base, report, sharding, store, train
 from rsi_jax.train import evaluate, loop, present, rl, samples, setup
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -75,7 +77,9 @@ def test_the_nearest_field(name, near):
     assert cli.nearest(name, cli.fields_of(default.get_config().to_dict())) == near
 
 
-@pytest.mark.parametrize("argument", ["--config.rl.updates=3", "--config.rl.updates", "--noconfig.compute.remat", "--x=1"])
+@pytest.mark.parametrize(
+    "argument", ["--config.rl.updates=3", "--config.rl.updates", "--noconfig.compute.remat", "--x=1"]
+)
 def test_what_is_spelt_right_passes(argument):
     assert cli.misspelt([CONFIG, argument], default.get_config()) is None
 
@@ -115,7 +119,11 @@ def test_bad_values_are_refused_before_any_compile(field, value):
     config.update_from_flattened_dict({field: value})
     with pytest.raises(base.InputError) as error:
         setup.check(config)
-    assert field.rpartition(".")[2] in str(error.value) or repr(value) in str(error.value) or str(value) in str(error.value)
+    assert (
+        field.rpartition(".")[2] in str(error.value)
+        or repr(value) in str(error.value)
+        or str(value) in str(error.value)
+    )
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -173,10 +181,9 @@ RESULTS = {
 
 def test_the_json_line(tmp_path):
     line = present.line(present.store(tmp_path, RESULTS), tmp_path)
-    assert list(line) == (
-        "success_before success_after invalid_before invalid_after filler_correct_after length_before length_after "
-        "perplexity_ratio hint_gain generated_tokens wall_s run_dir digest"
-    ).split()
+    keys = "success_before success_after invalid_before invalid_after filler_correct_after length_before length_after "
+    keys += "perplexity_ratio hint_gain generated_tokens wall_s run_dir digest"
+    assert list(line) == keys.split()
     assert line["success_after"] == 0.75 and line["hint_gain"] == 0.4 and line["wall_s"] == 3.5
     assert line["perplexity_ratio"] == 1.25 and line["generated_tokens"] == 70
     assert present.finished(tmp_path)["digest"] == "abc"
@@ -224,7 +231,9 @@ def test_samples_read_back_as_written(tmp_path):
     segments = [report.TraceSegment(0, 1, "prompt"), report.TraceSegment(1, 2, "action", 0.5, "env")]
     insert = report.TraceInsert(1, "say less", "long_answer", 1, 2, 0.0)
     nan = float("nan")
-    one = report.TraceTokens("t", ["a", "b", "c"], segments, [0.0, 1.0, nan], [nan, 0.5, 0.25], (), (), [insert], " ", {"g": 1})
+    one = report.TraceTokens(
+        "t", ["a", "b", "c"], segments, [0.0, 1.0, nan], [nan, 0.5, 0.25], (), (), [insert], " ", {"g": 1}
+    )
     samples.write(tmp_path, "x", [one])
     (back,) = samples.read(tmp_path, "x")
     assert repr(back) == repr(one).replace("teacher_prob=()", "teacher_prob=[]").replace("entropy=()", "entropy=[]")
@@ -262,6 +271,8 @@ def tiny(folder: pathlib.Path):
 
 def test_a_tiny_run_is_stopped_and_continued(tmp_path, monkeypatch):
     config = tiny(tmp_path)
+    one_device = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(setup.sharding, "make_mesh", one_device)  # eight virtual ones take turns on the cores
     folder = present.open_folder(config, name="tiny")
     step = rl.Trainer.step
 

@@ -37,17 +37,17 @@ def gae(rollout: base.Rollout, *, discount: float = 1.0, lambda_: float = 0.95, 
     """
     rewards.check(rollout, "value_BT")
     _check_knobs("gae", discount, lambda_, scale)
+    table = _table(rollout)
 
-    def one(segments, value_T, mask_T):
-        table = turns.table(segments)
+    def one(table, value_T, mask_T):
         T = value_T.shape[0]
         last_S = jnp.where(table.used_S, table.last_S, T)
         reward_T = jnp.zeros(T).at[last_S].add(table.reward_S, mode="drop")
         discount_T = jnp.full(T, discount, jnp.float32).at[last_S].multiply(table.discount_S, mode="drop")
         return returns.gae(reward_T, discount_T, value_T, mask_T, lambda_=lambda_, bootstrap=table.end(value_T))
 
-    adv_BT = jax.vmap(one)(_earning(rollout), _values(rollout), rollout.mask_BT)
-    return _credit(rollout, adv_BT, adv_BT + rollout.value_BT, scale)
+    adv_BT = jax.vmap(one)(table, _values(rollout), rollout.mask_BT)
+    return _credit(rollout, table, adv_BT, adv_BT + _values(rollout), scale)
 
 
 def turn_gae(
@@ -73,9 +73,9 @@ def turn_gae(
     """
     rewards.check(rollout, "value_BT")
     _check_knobs("turn_gae", discount, lambda_, scale)
+    table = _table(rollout)
 
-    def one(segments, value_T, turn_T):
-        table = turns.table(segments)
+    def one(table, value_T, turn_T):
         value_S = jnp.where(table.used_S, value_T[table.first_S], 0.0)
         adv_S = returns.gae(
             table.reward_S,
@@ -87,8 +87,8 @@ def turn_gae(
         )
         return turns.to_tokens(adv_S, turn_T), turns.to_tokens(adv_S + value_S, turn_T)
 
-    adv_BT, target_BT = jax.vmap(one)(_earning(rollout), _values(rollout), rollout.turn_BT)
-    return _credit(rollout, adv_BT, target_BT, scale)
+    adv_BT, target_BT = jax.vmap(one)(table, _values(rollout), rollout.turn_BT)
+    return _credit(rollout, table, adv_BT, target_BT, scale)
 
 
 def _check_knobs(name: str, discount: float, lambda_: float, scale: str) -> None:
@@ -102,14 +102,15 @@ def _values(rollout: base.Rollout) -> chex.Array:
     return jax.lax.stop_gradient(masked.zero(rollout.value_BT, rollout.mask_BT))
 
 
-def _earning(rollout: base.Rollout) -> base.Segments:
-    """Segments with the rewards of rollouts that do not count set to 0."""
-    counted_B1 = rewards.counted_B(rollout)[:, None]
-    segments = rollout.segments
-    return segments.replace(reward_BS=jnp.where(counted_B1, segments.reward_BS, 0.0))
+def _table(rollout: base.Rollout) -> turns.Turns:
+    """The turns of every rollout; one that does not count earns nothing."""
+    table = jax.vmap(turns.table)(rollout.segments)
+    return table._replace(reward_S=jnp.where(rewards.counted_B(rollout)[:, None], table.reward_S, 0.0))
 
 
-def _credit(rollout: base.Rollout, adv_BT: chex.Array, target_BT: chex.Array, scale: str) -> base.Credit:
+def _credit(
+    rollout: base.Rollout, table: turns.Turns, adv_BT: chex.Array, target_BT: chex.Array, scale: str
+) -> base.Credit:
     """Masks, scales and reports. A rollout that does not count has the critic itself as target: no error to learn."""
     counted_B1 = rewards.counted_B(rollout)[:, None]
     kept_BT = rollout.mask_BT & counted_B1
@@ -121,11 +122,6 @@ def _credit(rollout: base.Rollout, adv_BT: chex.Array, target_BT: chex.Array, sc
     total = masked.var(target_BT, kept_BT)
     metrics = rewards.report(rollout, adv_BT)
     metrics["value_explained"] = jnp.where(total > 0, 1.0 - residual / jnp.where(total > 0, total, 1.0), 0.0)
-    metrics["bootstrapped"] = jnp.sum(jax.vmap(_is_bootstrapped)(rollout.segments)).astype(jnp.float32)
+    final_BS = table.used_S & ~jnp.pad(table.used_S, ((0, 0), (0, 1)))[:, 1:]
+    metrics["bootstrapped"] = masked.count(final_BS & (table.discount_S > 0))
     return base.Credit(adv_BT=adv_BT, value_target_BT=target_BT, metrics=metrics)
-
-
-def _is_bootstrapped(segments: base.Segments) -> chex.Array:
-    table = turns.table(segments)
-    final_S = jnp.arange(table.used_S.shape[0]) == jnp.sum(table.used_S) - 1
-    return jnp.any(final_S & (table.discount_S > 0))

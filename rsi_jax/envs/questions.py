@@ -103,10 +103,7 @@ def make(**knobs) -> Questions:
 
 
 def summary(transcripts: list[base.Transcript]) -> dict[str, float]:
-    """Success (correct answers), messages that list candidates, mean words of a message.
-
-    The share of messages that end within their budget (`ended`) is measured for every environment.
-    """
+    """Success (correct answers), the share of messages that end within their budget, mean words of a message."""
     infos = [turn.info for transcript in transcripts for turn in transcript.turns]
     count = max(1, len(infos))
     return {

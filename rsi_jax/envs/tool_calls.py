@@ -3,7 +3,7 @@
 Each episode draws `listed` of the purposes and one tool name for each, and lists them once at the start. Then the
 policy acts for up to `horizon` turns. A turn shows a request: small talk (answer "ok"; the state does not change) or
 a purpose (call the tool that was listed for it, by its name). A wrong or unknown call gets "tool not found" and wastes the turn: the request
-is repeated. All sub-goals met within the horizon = success. The reward comes at the end only:
+comes back after all the others. All sub-goals met within the horizon = success. The reward comes at the end only:
 
     reward = 1[success] - penalty * (tool calls on small-talk turns)
 
@@ -31,11 +31,10 @@ NAMES = frozenset(name for names in TOOLS.values() for name in names)
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """purposes -> listed tool; queue of requests; position in it; turns used; calls made on small talk."""
+    """purposes -> listed tool; requests still to come, the current one first; turns used; calls made on small talk."""
 
     tools: tuple[tuple[str, str], ...]
     queue: tuple[str, ...]
-    position: int = 0
     turn: int = 0
     needless: int = 0
 
@@ -111,7 +110,7 @@ class ToolCalls:
 
     def step(self, state: State, text: str, finish: int) -> tuple[State, Reply]:
         """Judges one action."""
-        request, tools = state.queue[state.position], dict(state.tools)
+        request, tools = state.queue[0], dict(state.tools)
         calls, goal = text in NAMES, request in TOOLS
         right = tools[request] if goal else ANSWER
         met = text == right if goal else True
@@ -120,40 +119,42 @@ class ToolCalls:
         else:
             result = NOTED
         info = {"goal": goal, "right": right, "correct": text == right, "call": calls, "result": result}
-        anchor = zlib.crc32(repr((state.tools, state.queue[state.position :], state.turn)).encode()) & 0x7FFFFFFF
+        anchor = zlib.crc32(repr((state.tools, state.queue, state.turn)).encode()) & 0x7FFFFFFF
         state = dataclasses.replace(
             state,
-            position=state.position + met,
+            queue=state.queue[1:] + (() if met else (request,)),
             turn=state.turn + 1,
             needless=state.needless + (calls and not goal),
         )
-        success = state.position == len(state.queue)
+        success = not state.queue
         done = success or state.turn == self.horizon
         reward = float(success) - self.penalty * state.needless if done else 0.0
-        shown = () if done else (_message("user", f"{result} {state.queue[state.position]}"),)
+        shown = () if done else (_message("user", f"{result} {state.queue[0]}"),)
         return state, Reply(shown, reward, done, anchor, info | ({"success": success} if done else {}))
 
-    def demonstration(self, seed: int, *, hinted: int, train_bare: bool) -> list[Step]:
+    def demonstration(self, seed: int, *, hinted: bool, train_bare: bool) -> list[Step]:
         """Plays one all-correct episode of this horizon.
 
-        hinted: sub-goal turns that carry a reminder of the list just before the action (0 = an un-hinted demonstration).
-          Half as many small-talk turns carry one too, else a reminder would come to mean "now call a tool"; and as many
-          bare ones are trained on, no more, else its absence would come to mean "never call a tool".
-        train_bare: whether sub-goal turns without a reminder are trained on (else they are only context).
+        hinted: the first turn of each purpose carries a reminder of the list just before the message it answers, and so
+          do half as many small-talk turns, else a reminder would come to mean "now call a tool". Trained on: these, and
+          as many bare small-talk turns, no more, else a missing reminder would come to mean "never call a tool".
+          Un-hinted: no reminders, every turn is trained on.
+        train_bare: with `hinted`, train on the sub-goal turns without a reminder too (else they are only context).
         """
         state, shown = self.reset(seed)
         rng = random.Random(f"tool_calls/demonstration/{seed}")
         goals = [i for i, request in enumerate(state.queue) if request in TOOLS]
         talk = [i for i, request in enumerate(state.queue) if request not in TOOLS]
-        some = rng.sample(talk, min(hinted, len(talk)))  # half of them reminded, half bare
-        reminded = {*rng.sample(goals, min(hinted, len(goals))), *some[: hinted // 2]}
-        trained = {*reminded, *some} if hinted else {*goals, *talk}
-        if train_bare:
-            trained |= set(goals)
+        reminded, trained = set(), {*goals, *talk}
+        if hinted:
+            first = {state.queue[i]: i for i in reversed(goals)}.values()
+            some = rng.sample(talk, min(2 * (len(first) // 2), len(talk)))
+            reminded = {*first, *some[: len(some) // 2]}
+            trained = {*first, *some, *(goals if train_bare else ())}
         reminder = "reminder " + shown[0]["content"]
         steps, tools, done = [], dict(state.tools), False
         while not done:
-            i, request = state.position, state.queue[state.position]
+            i, request = state.turn, state.queue[0]
             action = tools[request] if request in TOOLS else ANSWER
             hint = reminder if i in reminded else None
             steps.append(Step(shown, action, hint, train=i in trained))

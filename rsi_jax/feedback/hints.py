@@ -25,9 +25,8 @@ PolicyWriter = Callable[[base.Transcript, int, str], str]
 
 @dataclasses.dataclass(frozen=True)
 class Templates:
-    """Texts by rule. Placeholders: {question} the last message before the turn, {tools} the prompt's line that lists
-    the tools, {wrong_tools} the same with the names rotated by one, {right} the right action as the environment
-    knows it.
+    """Texts by rule. Placeholders: {tools} the prompt's line that lists the tools, {wrong_tools} the same with the
+    names rotated by one, {right} the right action as the environment knows it.
 
     irrelevant: words on another subject, repeated or cut to the length of the hint they stand for.
     """
@@ -55,7 +54,7 @@ def _rotated(listing: str) -> str:
 
 
 def _fill(template: str, transcript: base.Transcript, turn: int) -> str:
-    values = {"question": transcript.turns[turn].shown[-1]["content"]}
+    values = {}
     if "{tools}" in template or "{wrong_tools}" in template:
         values["tools"] = _listing(transcript)
         values["wrong_tools"] = _rotated(values["tools"])
@@ -82,13 +81,11 @@ def empty(findings, transcripts, templates: Templates, seed: str) -> list[str]:
 
 def irrelevant(findings, transcripts, templates: Templates, seed: str) -> list[str]:
     """Writes words on another subject, as many as the template's hint has."""
-    if not templates.irrelevant.split():
+    words = templates.irrelevant.split()
+    if not words:
         raise base.InputError("feedback.irrelevant is empty: the irrelevant-hint control needs a text")
-    texts = []
-    for finding, text in zip(findings, template(findings, transcripts, templates, seed), strict=True):
-        words, length = _fill(templates.irrelevant, transcripts[finding.row], finding.turn).split(), len(text.split())
-        texts.append(" ".join((words * (length // len(words) + 1))[:length]))
-    return texts
+    lengths = [len(text.split()) for text in template(findings, transcripts, templates, seed)]
+    return [" ".join((words * (length // len(words) + 1))[:length]) for length in lengths]
 
 
 def shuffled(findings, transcripts, templates: Templates, seed: str) -> list[str]:

@@ -25,13 +25,19 @@ class Finding:
     rule: str
 
 
+_NOT_FOUND = r"\btool not found\b"
+
+
 def _replied(transcript: base.Transcript, turn: int, pattern: str) -> bool:
     return any(re.search(pattern, message["content"], re.IGNORECASE) for message in transcript.turns[turn].reply)
 
 
 def failed_tool_call(transcript: base.Transcript, turn: int) -> bool:
-    """The answer to this turn says that there is no such tool."""
-    return _replied(transcript, turn, r"\btool not found\b")
+    """The answer says that there is no such tool, for the first time for this call: a repeat copies that first fault."""
+    if not _replied(transcript, turn, _NOT_FOUND):
+        return False
+    said = transcript.turns[turn].text
+    return not any(transcript.turns[t].text == said and _replied(transcript, t, _NOT_FOUND) for t in range(turn))
 
 
 def malformed_call(transcript: base.Transcript, turn: int) -> bool:
@@ -64,9 +70,16 @@ def find(names: Sequence[str], knobs: Mapping[str, Mapping] | None = None) -> di
 
 
 def locate(
-    transcripts: Sequence[base.Transcript], rules: Mapping[str, Rule], *, per_rollout: int, seed: str
+    transcripts: Sequence[base.Transcript],
+    rules: Mapping[str, Rule],
+    *,
+    per_rollout: int,
+    seed: str,
+    pick: str = "first",
 ) -> tuple[list[Finding], int]:
-    """Finds the turns at fault: at most `per_rollout` of each rollout, drawn at random when there are more.
+    """Finds the turns at fault: at most `per_rollout` of each rollout.
+
+    pick: which ones when there are more: 'first' (where it began to go wrong; later faults often repeat it) | 'random'.
 
     A turn is named once, by the first rule that fires. Returns: (findings by row and turn, turns found but left out).
     """
@@ -79,7 +92,9 @@ def locate(
                 found.append(Finding(row, turn, rule))
         if len(found) > per_rollout:
             left_out += len(found) - per_rollout
-            chosen = random.Random(f"{seed}/{row}").sample(range(len(found)), per_rollout)
-            found = [found[i] for i in sorted(chosen)]
+            chosen = range(per_rollout)
+            if pick == "random":
+                chosen = sorted(random.Random(f"{seed}/{row}").sample(range(len(found)), per_rollout))
+            found = [found[i] for i in chosen]
         findings += found
     return findings, left_out

@@ -1,7 +1,8 @@
 """Hinted re-readings: from hints to views, and the teacher's and the student's states on their spans.
 
-For now each view is read on its own: prefix, hint, span, in one padded row. Branch packing (DESIGN section 5) will
-stand behind `teacher_states` with the same result.
+A rollout and its views are one packed row: the trunk, then a branch per view (DESIGN section 5), so that a hint costs
+its own tokens and its span's, not its prefix. `reread` is the definition that packing is held to: each view in a row of
+its own, prefix, hint, span.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,9 @@ def build(
         for name, value in values.items():
             ints[name][k] = value
         hint_KN[k, : len(ids)], source[k], weight[k] = ids, list(rules).index(finding.rule), 1.0
+    needed = ints["hint_length"] + ints["span_start"] + ints["span_length"] - ints["insert_at"]
     return base.Views(
+        branch=-(-int(needed.max()) // 8) * 8,
         rollout_K=np.repeat(np.arange(len(transcripts), dtype=np.int32), per_rollout),
         hint_KN=hint_KN,
         source_K=source,
@@ -102,21 +105,68 @@ def student_states(hidden_BTD: chex.Array, views: base.Views, span: int) -> chex
     return _take_span(hidden_BTD, views.rollout_K, views.span_start_K - 1, span)
 
 
-def teacher_states(
-    params, config: transformer.Config, tokens_BT: chex.Array, views: base.Views, span: int
-) -> chex.Array:
-    """The teacher's states that predict each span token, with the hint before it [K, U, D]; no gradient."""
-    params = jax.lax.stop_gradient(params)
-    tokens_KW, length_K = reread(tokens_BT, views)
-    positions_KW = jnp.broadcast_to(jnp.arange(tokens_KW.shape[1]), tokens_KW.shape)
-    ranges = attention.causal_ranges(length_K, tokens_KW.shape[1])
-    hidden_KWD = transformer.hidden_states(params, config, tokens_KW, positions_KW, ranges)
-    first_K = views.span_start_K + views.hint_length_K - 1
-    return jax.lax.stop_gradient(_take_span(hidden_KWD, jnp.arange(tokens_KW.shape[0]), first_K, span))
+def pack(tokens_BT: chex.Array, length_B: chex.Array, views: base.Views):
+    """Packs every rollout and its views into one row: the trunk, then a branch per view.
+
+    A branch is the hint and a copy of trunk[insert_at : span end]; its positions run on from insert_at. It sees the
+    trunk before insert_at and itself; the trunk sees itself. Rows: T + (views per rollout) * views.branch tokens.
+    Returns: (tokens_BR, positions_BR, ranges).
+    """
+    B, T = tokens_BT.shape
+    K, N = views.hint_KN.shape
+    W, per = views.branch, K // B
+    offset_W = jnp.arange(W)
+    at_K1, n_K1 = views.insert_at_K[:, None], views.hint_length_K[:, None]
+    used_K1 = (views.span_length_K > 0)[:, None]
+    copied_KW = jnp.clip(at_K1 + offset_W - n_K1, 0, T - 1)
+    from_trunk_KW = jnp.take_along_axis(tokens_BT[views.rollout_K], copied_KW, axis=1)
+    from_hint_KW = views.hint_KN[:, jnp.clip(offset_W, 0, N - 1)]
+    end_K1 = n_K1 + (views.span_start_K + views.span_length_K)[:, None] - at_K1
+    valid_KW = used_K1 & (offset_W < end_K1)
+    tokens_KW = jnp.where(valid_KW, jnp.where(offset_W < n_K1, from_hint_KW, from_trunk_KW), 0)
+    first_K1 = (T + W * (jnp.arange(K) % per))[:, None]
+    trunk = attention.causal_ranges(length_B, T)
+    zero_KW = jnp.zeros((K, W), jnp.int32)
+    branch = attention.Ranges(
+        zero_KW,
+        jnp.where(valid_KW, at_K1, 0),
+        jnp.where(valid_KW, first_K1, 0),
+        jnp.where(valid_KW, first_K1 + offset_W + 1, 0),
+    )
+
+    def row(trunk_BT, branch_KW):
+        return jnp.concatenate([trunk_BT, branch_KW.reshape(B, per * W)], axis=1)
+
+    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    ranges = attention.Ranges(*(row(x, y) for x, y in zip(trunk, branch, strict=True)))
+    return row(tokens_BT, tokens_KW), row(positions_BT, jnp.broadcast_to(at_K1 + offset_W, (K, W))), ranges
+
+
+def teacher_states(params, config: transformer.Config, rollout: base.Rollout, span: int) -> chex.Array:
+    """The teacher's states that predict each span token, with the hint before it [K, U, D]; no gradient.
+
+    One packed row per rollout (views.branch > 0), equal to reading each view on its own.
+    """
+    params, views = jax.lax.stop_gradient(params), rollout.views
+    if views.branch:
+        rows_BR = pack(rollout.tokens_BT, rollout.length_B, views)
+        hidden_RTD = transformer.hidden_states(params, config, *rows_BR)
+        per = views.rollout_K.shape[0] // rollout.tokens_BT.shape[0]
+        branch_K = rollout.tokens_BT.shape[1] + views.branch * (jnp.arange(views.rollout_K.shape[0]) % per)
+        row_K = views.rollout_K
+        first_K = branch_K + views.hint_length_K + views.span_start_K - views.insert_at_K - 1
+    else:
+        tokens_KW, length_K = reread(rollout.tokens_BT, views)
+        positions_KW = jnp.broadcast_to(jnp.arange(tokens_KW.shape[1]), tokens_KW.shape)
+        ranges = attention.causal_ranges(length_K, tokens_KW.shape[1])
+        hidden_RTD = transformer.hidden_states(params, config, tokens_KW, positions_KW, ranges)
+        row_K = jnp.arange(tokens_KW.shape[0])
+        first_K = views.span_start_K + views.hint_length_K - 1
+    return jax.lax.stop_gradient(_take_span(hidden_RTD, row_K, first_K, span))
 
 
 def extra_tokens(views: base.Views) -> int:
-    """Forward tokens that separate re-reading costs on top of the trunk (host arithmetic, for the ledger)."""
+    """Forward tokens that the branches add to the trunk (host arithmetic, for the ledger)."""
     used = np.asarray(views.span_length_K) > 0
-    ends = np.asarray(views.span_start_K) + np.asarray(views.span_length_K) + np.asarray(views.hint_length_K)
-    return int(ends[used].sum())
+    ends = views.span_start_K + views.span_length_K - views.insert_at_K + views.hint_length_K
+    return int(np.asarray(ends)[used].sum())

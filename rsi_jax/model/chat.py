@@ -36,10 +36,12 @@ class Chunk:
     """Ids to append to a stream; they end with the assistant header, so sampling starts right after them.
 
     insert_at: offset in `ids` where a hint message may stand: before the last message, or before the assistant header.
+    header: offset of the assistant header, which may be empty.
     """
 
     ids: list[int]
     insert_at: int
+    header: int
 
 
 class Chat:
@@ -90,7 +92,7 @@ class Chat:
         ids = self._encode(body, guard)
         if self.tokenizer.add_bos and ids[:1] != [self.tokenizer.bos_id]:
             ids = [self.tokenizer.bos_id, *ids]
-        return Chunk(ids + self._encode(header, guard), len(ids) - self._after_hint(guarded, guard))
+        return Chunk(ids + self._encode(header, guard), len(ids) - self._after_hint(guarded, guard), len(ids))
 
     def continue_(self, messages: Sequence[Message], *, last_id: int | None = None) -> Chunk:
         """Renders the messages that follow a sampled turn, from the end of that turn's stop token on.
@@ -103,7 +105,7 @@ class Chat:
         ids = self._encode(body, guard)
         if last_id is not None and last_id != self.stop_id:
             ids = [self.stop_id, *ids]
-        return Chunk(ids + self._encode(header, guard), len(ids) - self._after_hint(guarded, guard))
+        return Chunk(ids + self._encode(header, guard), len(ids) - self._after_hint(guarded, guard), len(ids))
 
     def action(self, text: str) -> list[int]:
         """Returns the ids of an assistant message as if it had been sampled, its stop token included."""

@@ -22,9 +22,7 @@ __all__ = ["ParityError", "Stopped", "run"]
 def _lm_stage(run: loop.Run, index: int, params) -> loop.Stage:
     config, parts, knobs = run.config, run.parts, run.config.lm
     rate = optim.learning_rate(knobs.lr, updates=knobs.updates, warmup=knobs.warmup, schedule=knobs.schedule)
-    optimizer = optim.make(
-        config.optimizer.name, rate, b1=config.optimizer.b1, b2=config.optimizer.b2, weight_decay=knobs.weight_decay
-    )
+    optimizer = optim.make(knobs.optimizer, rate, b1=config.adam.b1, b2=config.adam.b2, weight_decay=knobs.weight_decay)
     update = lm.make_update(
         parts.model, optimizer, clip=knobs.clip, chunk=config.compute.chunk, remat=config.compute.remat
     )

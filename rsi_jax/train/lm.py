@@ -31,7 +31,7 @@ class Document(NamedTuple):
     train: np.ndarray
 
 
-def demonstration(env: envs.Env, chat: Chat, seed: int, *, hinted: int, train_bare: bool) -> Document:
+def demonstration(env: envs.Env, chat: Chat, seed: int, *, hinted: bool, train_bare: bool) -> Document:
     """Renders one demonstration of the environment: the chosen actions are predicted, all else is context."""
     ids, train = [], []
     for i, step in enumerate(env.demonstration(seed, hinted=hinted, train_bare=train_bare)):
@@ -85,14 +85,19 @@ def read_conversations(path: str) -> list[list[dict[str, str]]]:
 
 
 def _demonstrations(knobs, make_env, chat: Chat, seed: int):
-    long_env, short_env = make_env(None), make_env(knobs.short_horizon)
+    """Mixes short un-hinted demonstrations with hinted ones, whose horizons double up to that of the task."""
+    short_env, longest = make_env(knobs.short_horizon), make_env(None).max_turns
+    horizons = [longest]
+    while horizons[-1] // 2 >= knobs.hinted_horizon:
+        horizons.append(horizons[-1] // 2)
+    long_envs = [make_env(horizon if horizon < longest else None) for horizon in horizons]
 
     def document(index: int) -> Document:
         rng = random.Random(f"lm/{seed}/{index}")
         task = rng.getrandbits(48)
         if rng.random() < knobs.short_share:
-            return demonstration(short_env, chat, task, hinted=0, train_bare=True)
-        return demonstration(long_env, chat, task, hinted=knobs.hinted_turns, train_bare=knobs.long_recall)
+            return demonstration(short_env, chat, task, hinted=False, train_bare=True)
+        return demonstration(rng.choice(long_envs), chat, task, hinted=True, train_bare=knobs.long_recall)
 
     return grain.MapDataset.range(2**31 - 1).map(document)
 

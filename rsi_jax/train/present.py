@@ -16,7 +16,8 @@ from rsi_jax.report import page
 from rsi_jax.train import samples
 
 CONFIG_FILE, RESULTS_FILE = "config.json", "results.json"
-COMPARE = "python -m experiments.ablate_arms --config=configs/tool_calls.py"
+# Fields of config.lm that say how to train; the others say on what demonstrations.
+LM_KNOBS = ("updates", "batch_rows", "row_tokens", "lr", "warmup", "schedule", "clip", "weight_decay", "data", "path")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def open_folder(config: Any, *, name: str, fresh: bool = False) -> pathlib.Path:
             raise base.InputError(f"--fresh: {folder} is no run folder (it has no {CONFIG_FILE}); delete it yourself")
         shutil.rmtree(folder)
     effective = metrics.jsonable(config.to_dict())
-    if (folder / "checkpoints").is_dir():
+    if (folder / "checkpoints").is_dir() or (folder / RESULTS_FILE).is_file():
         changed = _changed(_read_json(folder / CONFIG_FILE), effective)
         if changed:
             raise base.InputError(
@@ -143,9 +144,7 @@ def table(rows: list[report.SummaryRow], title: str) -> None:
     def span(interval: tuple[float, float] | None) -> str:
         return "" if interval is None else f"{metrics.number(interval[0])} to {metrics.number(interval[1])}"
 
-    cells = [
-        (r.name, r.before, span(r.before_interval), r.after, span(r.after_interval), r.samples) for r in rows
-    ]
+    cells = [(r.name, r.before, span(r.before_interval), r.after, span(r.after_interval), r.samples) for r in rows]
     metrics.table(title, ("measure", "before", "95% interval", "after", "95% interval", "n"), cells)
 
 
@@ -174,16 +173,14 @@ def line(results: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
 def intro(config: Any, status: str = "") -> str:
     """Says in a paragraph what was run, the warm-up's demonstrations included."""
     parts = [status] if status else []
-    if "lm" in config.stages and config.lm.data == "demonstrations":
+    if "lm" in config.stages:
         k = config.lm
-        recall = "trained on as well" if k.long_recall else "never trained on"
-        parts.append(
-            f"Warm-up: {k.updates} updates of {k.batch_rows} x {k.row_tokens} tokens of correct demonstrations, "
-            f"{k.short_share:.0%} of them of {k.short_horizon} turns without hints, the others of the full horizon "
-            f"with reminders at {k.hinted_turns} turns; recall without a reminder in a long session is {recall}."
-        )
-    elif "lm" in config.stages:
-        parts.append(f"Warm-up: {config.lm.updates} updates on {config.lm.path}.")
+        parts.append(f"Warm-up: {k.updates} updates of {k.batch_rows} x {k.row_tokens} tokens.")
+        if k.data == "demonstrations":
+            knobs = ", ".join(f"{name} = {value}" for name, value in k.items() if name not in LM_KNOBS)
+            parts.append(f"Its data are demonstrations, all of them correct; of lengths and kinds ({knobs}).")
+        else:
+            parts.append(f"Its data: {k.path}.")
     if "rl" in config.stages:
         hint = f", hint '{config.feedback.hint}', teacher '{config.feedback.teacher}'" if config.feedback.rules else ""
         parts.append(

@@ -106,7 +106,7 @@ class _Stream:
         """Appends the prompt or an observation; returns where a hint may stand."""
         turns, start = self.transcript.turns, len(self.transcript.tokens)
         chunk = self.chat.continue_(messages) if turns else self.chat.start(messages)
-        ids = chunk.ids if header else chunk.ids[: chunk.insert_at]
+        ids = chunk.ids if header else chunk.ids[: chunk.header]
         self._grow(ids, base.OBSERVATION if turns else base.PROMPT, reward, base.NOT_SAMPLED)
         if turns:
             turns[-1].reply, turns[-1].reward = messages, turns[-1].reward + reward

@@ -84,8 +84,8 @@ class Trainer:
         self.objective = setup.make_objective(config)
         updates = config.rl.updates * config.rl.epochs * config.rl.minibatches
         rate = optim.learning_rate(config.rl.lr, updates=updates, warmup=config.rl.warmup, schedule=config.rl.schedule)
-        knobs = config.optimizer
-        self.optimizer = optim.make(knobs.name, rate, b1=knobs.b1, b2=knobs.b2, weight_decay=config.rl.weight_decay)
+        moments = {"b1": config.adam.b1, "b2": config.adam.b2}
+        self.optimizer = optim.make(config.rl.optimizer, rate, **moments, weight_decay=config.rl.weight_decay)
         self.update = update.make_update(parts.model, self.objective, self.optimizer)
         self.key = jax.random.fold_in(jax.random.key(config.seed), 2)
         self.archive = store.Archive(run.folder / "rollouts")

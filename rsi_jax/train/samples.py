@@ -85,9 +85,7 @@ def of_batch(
     ]
 
 
-def of_evaluation(
-    result: evaluate.Result, chat: chat_lib.Chat, count: int, when: str
-) -> list[report.TraceTokens]:
+def of_evaluation(result: evaluate.Result, chat: chat_lib.Chat, count: int, when: str) -> list[report.TraceTokens]:
     """Makes the traces of the first `count` episodes of an evaluation; no credit is assigned there."""
     zero_BT = np.zeros_like(np.asarray(result.rollout.logp_BT))
     return [

@@ -63,7 +63,9 @@ def make_model(config, env, *, value_head: bool) -> tuple[transformer.Config, An
     load = gguf_file.load if source.endswith(".gguf") else hf.load
     model, params, words, template = load(source, value_head=value_head)
     model = dataclasses.replace(model, dtype=config.model.dtype)
-    chat = chat_lib.Chat(words, template, hint_role=config.feedback.hint_role or None, hint_place=config.feedback.hint_place)
+    chat = chat_lib.Chat(
+        words, template, hint_role=config.feedback.hint_role or None, hint_place=config.feedback.hint_place
+    )
     return model, jax.tree.map(jax.numpy.asarray, params), chat
 
 
@@ -140,7 +142,8 @@ def check(config) -> None:
         ("rl.ratio_level", ("", *losses.RATIO_LEVELS)),
         ("rl.schedule", optim.SCHEDULES),
         ("lm.schedule", optim.SCHEDULES),
-        ("optimizer.name", optim.NAMES),
+        ("lm.optimizer", optim.NAMES),
+        ("rl.optimizer", optim.NAMES),
         ("feedback.teacher", teacher_lib.KINDS),
         ("feedback.hint", (*hints.WRITERS, "policy")),
     ):

@@ -102,7 +102,7 @@ def feedback_loss(params, teacher, config, hidden_BTD, rollout: base.Rollout, cr
     views, d = rollout.views, credit.divergence
     teacher_params = jax.lax.stop_gradient(params) if teacher is None else teacher
     student_KUD = views_lib.student_states(hidden_BTD, views, o.span)
-    teacher_KUD = views_lib.teacher_states(teacher_params, config, rollout.tokens_BT, views, o.span)
+    teacher_KUD = views_lib.teacher_states(teacher_params, config, rollout, o.span)
     K, U, D = student_KUD.shape
     value_KU = divergence_op.divergence(
         student_KUD.reshape(-1, D),

@@ -1,0 +1,242 @@
+"""Compares textual feedback with its controls on one config, over seeds, at equal tokens and at equal wall time.
+
+python -m experiments.ablate_arms --config=configs/tool_calls.py
+python -m experiments.ablate_arms --config=configs/tool_calls.py --arms=textual_feedback,grpo --seeds=0,1
+
+Arms: textual_feedback (the config as it is); grpo (terminal reward only, once per learning rate of --rates);
+locator_penalty (the same located spans get advantage -1, no words); irrelevant and empty hints; more_lm (more warm-up
+on the same mix, no RL); long_lm (the reference that needs what feedback does not: long un-hinted demonstrations).
+Every seed warms up once; its RL arms start from that. Runs go two at a time, one core each, so that wall times compare.
+A finished row is appended to --results; an interrupted sweep continues. Equal tokens: after as many batches as the
+config trains; equal wall time: each arm goes on until it has used what textual_feedback used.
+stdout ends with one JSON line: arms {name: {metric: [mean, low, high]}}, runs, results.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+from absl import flags
+from ml_collections import config_flags
+
+from experiments import cli
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/tool_calls.py", "config that the arms vary")
+_ARMS = flags.DEFINE_list("arms", [], "arms to run (default: all)")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "seeds")
+_RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "5e-3"], "learning rates of the grpo arm")
+_RESULTS = flags.DEFINE_string("results", "experiments/results/ablate_arms.jsonl", "rows, appended as they finish")
+_FOLDER = flags.DEFINE_string("folder", "runs/ablate_arms", "where the runs go")
+_JOBS = flags.DEFINE_integer("jobs", 2, "runs at a time, one core each")
+_LM_FACTOR = flags.DEFINE_float("lm_factor", 3.0, "more_lm and long_lm: warm-up updates, as a multiple of the config's")
+
+METRICS = ("success", "invalid", "filler_correct")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One arm: its name, its config overrides, and whether it does RL from the seed's warm-up."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    rl: bool = True
+
+
+def make_arms(rates, lm_updates: int, factor: float) -> list[Arm]:
+    """Lists the arms. The GRPO arms and the method get the same number of learning rates; the method's are in LOG.md."""
+    more = (f"lm.updates={round(lm_updates * factor)}", "rl.updates=0")
+    return [
+        Arm("textual_feedback"),
+        *(Arm(f"grpo_{rate}", ("credit.name=grpo", f"rl.lr={rate}")) for rate in rates),
+        Arm("locator_penalty", ("credit.name=locator_penalty",)),
+        Arm("irrelevant", ("feedback.hint=irrelevant",)),
+        Arm("empty", ("feedback.hint=empty",)),
+        Arm("more_lm", more, rl=False),
+        Arm("long_lm", (*more, "lm.long_recall=True"), rl=False),
+    ]
+
+
+def command(file: str, folder: pathlib.Path, seed: str, overrides) -> list[str]:
+    """The train command of one run."""
+    flags_ = [f"--config.{override}" for override in overrides]
+    return [
+        sys.executable,
+        "-m",
+        "experiments.train",
+        f"--config={file}",
+        f"--run_dir={folder}",
+        f"--config.seed={seed}",
+        *flags_,
+    ]
+
+
+def start(argv: list[str], core: int, log: pathlib.Path) -> subprocess.Popen:
+    """Starts a run on one core; its output goes to a log file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        return subprocess.Popen(argv, stdout=out, stderr=out, preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+
+
+def run_all(jobs: list[tuple[str, list[str], pathlib.Path]], at_once: int, done) -> list[str]:
+    """Runs (name, argv, log) jobs, `at_once` at a time; calls done(name) after each success; returns what failed."""
+    cores = sorted(os.sched_getaffinity(0))
+    waiting, running, failed = list(jobs), {}, []
+    while waiting or running:
+        for slot in range(at_once):
+            if slot not in running and waiting:
+                name, argv, log = waiting.pop(0)
+                print(f"start {name}", file=sys.stderr, flush=True)
+                running[slot] = name, start(argv, cores[slot % len(cores)], log), log
+        for slot, (name, process, log) in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[slot]
+            if process.returncode:
+                failed.append(f"{name}: exit {process.returncode}, see {log}")
+                print(failed[-1], file=sys.stderr, flush=True)
+            else:
+                done(name)
+        time.sleep(0.5)
+    return failed
+
+
+def row_of(arm: str, seed: str, folder: pathlib.Path, batches: int) -> dict:
+    """Reads a finished run: before, at equal tokens (after `batches`), and at its end (equal wall time)."""
+    results = json.loads((folder / "results.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["stage"] == "rl"]
+    first = trained[0]["step"] - 1 if trained else 0
+    equal = next((x for x in lines if x["stage"] == "eval" and x["step"] == first + batches), results["after"])
+    seconds = results["ledger"]["seconds"]
+    return {
+        "arm": arm,
+        "seed": int(seed),
+        "before": {name: results["before"][name] for name in METRICS},
+        "equal_tokens": {name: equal[name] for name in METRICS},
+        "equal_wall": {name: results["after"][name] for name in METRICS},
+        "hint_gain": results["before"]["gain"],
+        "batches": len(trained),
+        "generated_tokens": results["ledger"]["tokens"]["generated"],
+        "trained_tokens": results["ledger"]["tokens"]["trained"],
+        "hint_tokens": results["ledger"]["tokens"]["hint"],
+        "method_s": sum(seconds.get(name, 0.0) for name in ("generate", "feedback", "annotate", "train")),
+        "lm_s": seconds.get("warm up", 0.0) + seconds.get("read", 0.0),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def read_rows(path: pathlib.Path) -> list[dict]:
+    """Reads the rows that finished earlier."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summarise(rows: list[dict]) -> dict[str, dict[str, list[float]]]:
+    """Mean and bootstrap 95% interval over seeds of every metric of every arm."""
+    import numpy as np
+
+    out: dict[str, dict[str, list[float]]] = {}
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == arm]
+        rng = np.random.default_rng(0)
+        picks = rng.integers(0, len(mine), (2000, len(mine)))
+        out[arm] = {}
+        for when in ("before", "equal_tokens", "equal_wall"):
+            for name in METRICS:
+                values = np.array([row[when][name] for row in mine])
+                low, high = np.quantile(values[picks].mean(axis=1), (0.025, 0.975))
+                out[arm][f"{when}/{name}"] = [float(values.mean()), float(low), float(high)]
+    return out
+
+
+def show(rows: list[dict], batches: int) -> None:
+    """Prints the table: success, invalid calls and small talk, at equal tokens and at equal wall time."""
+    from rsi_jax import metrics
+
+    summary = summarise(rows)
+    columns = [
+        "arm",
+        "seeds",
+        "before",
+        f"{batches} batches",
+        "equal wall",
+        "invalid",
+        "small talk ok",
+        "tokens",
+        "seconds",
+    ]
+    table = []
+    for arm, values in summary.items():
+        mine = [row for row in rows if row["arm"] == arm]
+
+        def cell(key, values=values):
+            mean, low, high = values[key]
+            return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+        cost = [sum(row[key] for row in mine) / len(mine) for key in ("generated_tokens", "method_s")]
+        keys = (
+            "before/success",
+            "equal_tokens/success",
+            "equal_wall/success",
+            "equal_wall/invalid",
+            "equal_wall/filler_correct",
+        )
+        table.append([arm, len(mine), *map(cell, keys), f"{cost[0]:,.0f}", f"{cost[1]:.0f}"])
+    metrics.table("Arms, without hints: mean over seeds [95% bootstrap]", columns, table)
+
+
+def main(_) -> None:
+    from rsi_jax import metrics
+
+    config, file = _CONFIG.value, flags.FLAGS["config"].config_filename
+    folder, results = pathlib.Path(_FOLDER.value), pathlib.Path(_RESULTS.value)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    batches = config.rl.updates
+    arms = [arm for arm in make_arms(_RATES.value, config.lm.updates, _LM_FACTOR.value)]
+    arms = [arm for arm in arms if not _ARMS.value or arm.name in _ARMS.value or arm.name.split("_1")[0] in _ARMS.value]
+    have = {(row["arm"], row["seed"]) for row in read_rows(results)}
+    measured = ("evaluation.episodes=512", f"evaluation.every={batches}", "evaluation.final_episodes=512")
+
+    def runs_of(wave) -> list:
+        jobs = []
+        for arm, seed, extra in wave:
+            if (arm.name, int(seed)) not in have:
+                where = folder / f"{arm.name}-{seed}"
+                argv = command(file, where, seed, (*measured, *arm.overrides, *extra))
+                jobs.append((f"{arm.name}/{seed}", argv, folder / f"{arm.name}-{seed}.log"))
+        return jobs
+
+    def keep(name: str) -> None:
+        arm, seed = name.rsplit("/", 1)
+        if arm != "warm_up":
+            with results.open("a") as out:
+                out.write(json.dumps(row_of(arm, seed, folder / f"{arm}-{seed}", batches)) + "\n")
+
+    warm = Arm("warm_up", ("stages=('lm',)",))
+    failed = run_all(runs_of([(warm, seed, ()) for seed in _SEEDS.value]), _JOBS.value, keep)
+
+    def from_warm_up(arm: Arm, seed: str) -> tuple[str, ...]:
+        return (f"init_from={folder / f'warm_up-{seed}'}",) if arm.rl else ()
+
+    ours = [arm for arm in arms if arm.name == "textual_feedback"]
+    failed += run_all(
+        runs_of([(arm, s, from_warm_up(arm, s)) for arm in ours for s in _SEEDS.value]), _JOBS.value, keep
+    )
+    spent = {row["seed"]: row["method_s"] for row in read_rows(results) if row["arm"] == "textual_feedback"}
+    limit = max(spent.values(), default=0.0) / 60
+    budget = (f"rl.max_minutes={limit:.3f}", f"rl.updates={10 * batches}", "rl.stop_at=2.0") if limit else ()
+    rest = [arm for arm in arms if arm.name != "textual_feedback"]
+    wave = [(arm, s, (*from_warm_up(arm, s), *(budget if arm.rl else ()))) for arm in rest for s in _SEEDS.value]
+    failed += run_all(runs_of(wave), _JOBS.value, keep)
+    rows = [row for row in read_rows(results) if str(row["seed"]) in _SEEDS.value]
+    show(rows, batches)
+    for line in failed:
+        print("FAILED", line)
+    metrics.finish({"arms": summarise(rows), "runs": len(rows), "failed": len(failed), "results": str(results)})
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,1 @@
+"""Measuring policies and credit against what is known to be true."""
