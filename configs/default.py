@@ -8,7 +8,7 @@ from ml_collections import config_dict
 
 def _model():
     c = config_dict.ConfigDict()
-    c.source = "tiny"  # 'tiny' (built in, from scratch) | 'smollm2' (after `make smollm2`) | path of a .gguf | folder with safetensors
+    c.source = "tiny"  # 'tiny' (built in) | 'smollm2' (after `make smollm2`) | a .gguf file | a folder with safetensors
     c.width = 64  # the sizes below count for 'tiny' only
     c.layers = 2
     c.heads = 4
@@ -148,6 +148,8 @@ def _feedback():
     )
     c.oracle = "reminder {right}"
     c.irrelevant = "reminder weather lunch news music traffic sports travel garden"
+    c.hint_tokens = 16  # capacity of a hint; a longer one is an error, never cut
+    c.branch_tokens = 24  # capacity of a hint and the trunk from its place to the end of the located turn
     c.per_rollout = 4  # hinted turns per rollout at most
     c.teacher = "frozen"  # 'live' | 'ema' | 'frozen' | 'snapshot'
     c.teacher_rate = 0.05  # ema: share of the policy taken per update

@@ -15,12 +15,12 @@ def get_config():
     c.sample.max_tokens = 80
     c.rl.update(updates=16, groups=8, group_size=2, lr=3e-5, warmup=2, micro_batch=4)
     c.credit.textual_feedback.inner = "grpo"
-    c.feedback.update(rules=("long_answer",), per_rollout=1, off_at=2.0)
+    c.feedback.update(rules=("long_answer",), per_rollout=1, hint_tokens=24, branch_tokens=160, off_at=2.0)
     c.feedback.long_answer.max_words = 15
     c.feedback.templates.long_answer = "Answer in one short sentence."
     c.feedback.wrong.long_answer = "Answer in three long paragraphs."
     c.feedback.irrelevant = "The weather is nice today."
-    c.evaluation.update(episodes=32, final_episodes=110, every=0, gain_turns=16)  # 110: each held-out question twice
+    c.evaluation.update(episodes=32, final_episodes=114, every=0, gain_turns=16)  # 114: each held-out question thrice
     c.evaluation.perplexity_text = "public_domain.txt"
     c.checkpoint.every = 8
     c.compute.chunk = 128  # logits of 49,152 words

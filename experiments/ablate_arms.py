@@ -47,7 +47,7 @@ class Arm:
 
 
 def make_arms(rates, lm_updates: int, factor: float) -> list[Arm]:
-    """Lists the arms. The GRPO arms and the method get the same number of learning rates; the method's are in LOG.md."""
+    """Lists the arms. GRPO and the method get the same number of learning rates; the method's are in LOG.md."""
     more = (f"lm.updates={round(lm_updates * factor)}", "rl.updates=0")
     return [
         Arm("textual_feedback"),
@@ -62,16 +62,8 @@ def make_arms(rates, lm_updates: int, factor: float) -> list[Arm]:
 
 def command(file: str, folder: pathlib.Path, seed: str, overrides) -> list[str]:
     """The train command of one run."""
-    flags_ = [f"--config.{override}" for override in overrides]
-    return [
-        sys.executable,
-        "-m",
-        "experiments.train",
-        f"--config={file}",
-        f"--run_dir={folder}",
-        f"--config.seed={seed}",
-        *flags_,
-    ]
+    app = [sys.executable, "-m", "experiments.train", f"--config={file}", f"--run_dir={folder}"]
+    return [*app, *(f"--config.{override}" for override in (f"seed={seed}", *overrides))]
 
 
 def start(argv: list[str], core: int, log: pathlib.Path) -> subprocess.Popen:
@@ -195,7 +187,7 @@ def main(_) -> None:
     folder, results = pathlib.Path(_FOLDER.value), pathlib.Path(_RESULTS.value)
     results.parent.mkdir(parents=True, exist_ok=True)
     batches = config.rl.updates
-    arms = [arm for arm in make_arms(_RATES.value, config.lm.updates, _LM_FACTOR.value)]
+    arms = make_arms(_RATES.value, config.lm.updates, _LM_FACTOR.value)
     arms = [arm for arm in arms if not _ARMS.value or arm.name in _ARMS.value or arm.name.split("_1")[0] in _ARMS.value]
     have = {(row["arm"], row["seed"]) for row in read_rows(results)}
     measured = ("evaluation.episodes=512", f"evaluation.every={batches}", "evaluation.final_episodes=512")

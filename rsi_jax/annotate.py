@@ -130,9 +130,8 @@ def continuation_logp(params, config: transformer.Config, prefixes, continuation
     if not all(prefixes):
         raise ValueError("a continuation needs at least one token before it")
     rows = [list(p) + list(c) for p, c in zip(prefixes, continuations, strict=True)]
-    width = -(-max(map(len, rows)) // 64) * 64
-    tokens = np.zeros((len(rows), width), np.int32)
+    shape = -(-len(rows) // 16) * 16, -(-max(map(len, rows)) // 128) * 128  # rounded up: few shapes are compiled
+    tokens, prefix, length = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32), np.zeros(shape[0], np.int32)
     for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    prefix, length = (np.array([len(x) for x in xs], np.int32) for xs in (prefixes, rows))
-    return np.asarray(_continuation_logp(params, tokens, prefix, length, config=config, chunk=chunk))
+        tokens[i, : len(row)], prefix[i], length[i] = row, len(prefixes[i]), len(row)
+    return np.asarray(_continuation_logp(params, tokens, prefix, length, config=config, chunk=chunk))[: len(rows)]

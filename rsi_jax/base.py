@@ -170,7 +170,7 @@ class Divergence:
     name         'forward_kl' KL(T || S) | 'reverse_kl' KL(S || T) | 'jsd' generalised Jensen-Shannon | 'sampled'.
     alpha        jsd only, in (0, 1): m = (1 - alpha) S + alpha T; the value is divided by 4 alpha (1 - alpha), so that
                  its scale stays constant over alpha and 1/2 is the Jensen-Shannon divergence.
-    top_k        0 = exact over the vocabulary; k > 0 = union of the student's and the teacher's top k, and one tail bucket.
+    top_k        0 = exact over the vocabulary; k > 0 = union of the student's and the teacher's top k, plus a tail.
     clip         per-token ceiling in nats (0 = none).
     temperature  of both distributions, > 0.
     """

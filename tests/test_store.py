@@ -144,9 +144,11 @@ def test_misuse_is_refused_before_anything_is_written(tmp_path):
 
 def test_a_rollout_comes_back_as_it_was(tmp_path):
     columns = {name: np.zeros((2, 3), np.int32) for name in base.Segments.__dataclass_fields__}
-    views = {name: np.ones(4, np.int32) for name in base.Views.__dataclass_fields__} | {
-        "hint_KN": np.ones((4, 2), np.int32)
-    }
+    views = (
+        {name: np.ones(4, np.int32) for name in base.Views.__dataclass_fields__}
+        | {"branch": 7}
+        | {"hint_KN": np.ones((4, 2), np.int32)}
+    )
     rollout = base.Rollout(
         tokens_BT=np.arange(10, dtype=np.int32).reshape(2, 5),
         logp_BT=np.zeros((2, 5), np.float32),
@@ -160,7 +162,7 @@ def test_a_rollout_comes_back_as_it_was(tmp_path):
     archive = store.Archive(tmp_path)
     archive.append(1, store.columns_of(rollout), [])
     again = store.rollout_of(archive.read(list(archive.columns()), 1))
-    assert again.value_BT is None
+    assert again.value_BT is None and again.views.branch == 7
     assert {k: v.tobytes() for k, v in store.columns_of(again).items()} == {
         k: v.tobytes() for k, v in store.columns_of(rollout).items()
     }

@@ -83,7 +83,7 @@ def test_the_schedule_holds_what_it_says(seed, horizon, late, listed):
 def test_a_wrong_answer_is_named_and_wastes_the_turn(seed, horizon, miss):
     env = tool_calls.make(horizon=horizon)
     states, texts, replies, _ = play(env, seed, careless(seed, miss))
-    for before, text, reply, after in zip(states, texts, replies, states[1:], strict=True):
+    for before, text, reply, after in zip(states[:-1], texts, replies, states[1:], strict=True):
         request, info = before.queue[0], reply.info
         right = dict(before.tools).get(request, "ok")
         assert info["right"] == right and info["correct"] == (text == right) and info["goal"] == (right != "ok")
@@ -128,15 +128,13 @@ def test_a_step_leaves_its_state_and_anchors_tell_states_apart():
 
 def test_summary_counts_turns_of_each_kind():
     env = tool_calls.make(horizon=8, goals=2, slack=2, penalty=0.5)
-    transcripts = []
-    for act in (lambda state, right: right, lambda state, right: "grep", lambda state, right: "ok"):
+    transcripts, unlisted = [], min(tool_calls.NAMES - set(dict(env.reset(1)[0].tools).values()))
+    for act in (lambda state, right: right, lambda state, right: unlisted, lambda state, right: "ok"):
         _, texts, replies, _ = play(env, 1, act)
         transcript = base.Transcript(1, 0)
         for text, reply in zip(texts, replies, strict=True):
             transcript.turns.append(base.TurnRecord([], text, 0, 1, 0, base.STOP, [], reply.reward, reply.info))
         transcripts.append(transcript)
-    tools = dict(env.reset(1)[0].tools)
-    assert "grep" not in tools.values()
     found = tool_calls.summary(transcripts)
     assert found["success"] == pytest.approx(1 / 3)
     assert found["invalid"] == pytest.approx(8 / 10)  # 2 goals met; 4 + 4 turns missed

@@ -1,9 +1,10 @@
 """The tool-call task: recall which tools exist, long after they were listed.
 
 Each episode draws `listed` of the purposes and one tool name for each, and lists them once at the start. Then the
-policy acts for up to `horizon` turns. A turn shows a request: small talk (answer "ok"; the state does not change) or
-a purpose (call the tool that was listed for it, by its name). A wrong or unknown call gets "tool not found" and wastes the turn: the request
-comes back after all the others. All sub-goals met within the horizon = success. The reward comes at the end only:
+policy acts for up to `horizon` turns. A turn shows a request: small talk (answer "ok"; the state does not change) or a
+purpose (call the tool that was listed for it, by its name). A wrong or unknown call gets "tool not found" and wastes
+the turn: the request comes back after all the others. All sub-goals met within the horizon = success. The reward comes
+at the end only:
 
     reward = 1[success] - penalty * (tool calls on small-talk turns)
 
@@ -51,7 +52,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class ToolCalls:
-    """The knobs. goals: sub-goals per episode, 0 = horizon // 4. slack: wasted turns allowed, 0 = max(1, horizon // 32).
+    """The knobs. goals: per episode, 0 = horizon // 4. slack: wasted turns allowed, 0 = max(1, horizon // 32).
 
     penalty: reward lost per tool call on a small-talk turn.
     """

@@ -14,37 +14,36 @@ class Writing:
     """How feedback is written, fixed over a stage.
 
     rules: bound rules by name. hint: a writer's name. per_rollout: views of one rollout at most.
+    hint_tokens, branch_tokens: capacities of a hint, and of a hint with the trunk from its place to the span's end.
     """
 
     rules: Mapping[str, locate.Rule]
     hint: str
     templates: hints.Templates
     per_rollout: int
+    hint_tokens: int
+    branch_tokens: int
     policy: hints.PolicyWriter | None = None
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def add(
     rollout: base.Rollout, transcripts: Sequence[base.Transcript], chat: Chat, writing: Writing, *, seed: str
 ) -> tuple[base.Rollout, list[tuple[locate.Finding, str]], dict[str, float]]:
-    """Locates, writes hints, and adds the column `views` (capacities rounded up, so that few shapes are compiled).
+    """Locates, writes hints, and adds the column `views`.
 
     Returns: (rollout, the findings with their hint texts, counts to log).
     """
     findings, left_out = locate.locate(transcripts, writing.rules, per_rollout=writing.per_rollout, seed=seed)
     texts = hints.write(writing.hint, findings, transcripts, writing.templates, seed=seed, policy=writing.policy)
     ids = [chat.hint(text) if text else [] for text in texts]
-    most = max([sum(f.row == row for f in findings) for row in range(len(transcripts))], default=0)
     built = views.build(
         findings,
         ids,
         transcripts,
         list(writing.rules),
-        per_rollout=_power_of_two(max(1, most)),
-        hint_capacity=-(-max([len(i) for i in ids], default=1) // 8) * 8 or 8,
+        per_rollout=writing.per_rollout,
+        hint_capacity=writing.hint_tokens,
+        branch=writing.branch_tokens,
     )
     counts = {
         "feedback/located": float(len(findings) + left_out),

@@ -33,7 +33,7 @@ def _replied(transcript: base.Transcript, turn: int, pattern: str) -> bool:
 
 
 def failed_tool_call(transcript: base.Transcript, turn: int) -> bool:
-    """The answer says that there is no such tool, for the first time for this call: a repeat copies that first fault."""
+    """The answer says that there is no such tool, for the first time for this call (a repeat copies it)."""
     if not _replied(transcript, turn, _NOT_FOUND):
         return False
     said = transcript.turns[turn].text

@@ -26,12 +26,16 @@ def build(
     *,
     per_rollout: int,
     hint_capacity: int,
+    branch: int,
 ) -> base.Views:
     """Lays findings and their hint ids out as host columns, K = rollouts * per_rollout.
 
+    The capacities are fixed over a stage, so that one shape is compiled; nothing is ever cut to fit them.
+
     An empty hint makes no view: with a live teacher its term is exactly 0, and with another teacher it would be a pull
     to the lagged self that has nothing to do with feedback. `feedback.add` counts them.
-    Raises: ValueError when a rollout has more findings than `per_rollout` or a hint does not fit.
+    Raises: ValueError when a rollout has more findings than `per_rollout`; base.InputError when a hint or a branch does
+      not fit.
     """
     K = len(transcripts) * per_rollout
     ints = {name: np.zeros(K, np.int32) for name in ("insert_at", "span_start", "span_length", "hint_length")}
@@ -40,8 +44,12 @@ def build(
     for finding, ids in zip(findings, hints, strict=True):
         if not ids:
             continue
-        if len(ids) > hint_capacity or used[finding.row] == per_rollout:
-            raise ValueError(f"view of rollout {finding.row} does not fit: {len(ids)} hint tokens, {per_rollout} views")
+        if used[finding.row] == per_rollout:
+            raise ValueError(f"rollout {finding.row} has more than {per_rollout} views")
+        if len(ids) > hint_capacity:
+            raise base.InputError(
+                f"the hint of rule {finding.rule!r} has {len(ids)} tokens: raise feedback.hint_tokens={hint_capacity}"
+            )
         k = finding.row * per_rollout + used[finding.row]
         used[finding.row] += 1
         turn = transcripts[finding.row].turns[finding.turn]
@@ -49,9 +57,11 @@ def build(
         for name, value in values.items():
             ints[name][k] = value
         hint_KN[k, : len(ids)], source[k], weight[k] = ids, list(rules).index(finding.rule), 1.0
-    needed = ints["hint_length"] + ints["span_start"] + ints["span_length"] - ints["insert_at"]
+    needed_K = ints["hint_length"] + ints["span_start"] + ints["span_length"] - ints["insert_at"]
+    if needed_K.max() > branch:
+        raise base.InputError(f"a branch has {needed_K.max()} tokens: raise feedback.branch_tokens={branch}")
     return base.Views(
-        branch=-(-int(needed.max()) // 8) * 8,
+        branch=branch,
         rollout_K=np.repeat(np.arange(len(transcripts), dtype=np.int32), per_rollout),
         hint_KN=hint_KN,
         source_K=source,

@@ -85,7 +85,7 @@ def make_writing(config, policy: hints.PolicyWriter | None = None) -> feedback.W
     f = config.feedback
     texts = hints.Templates(dict(f.templates), dict(f.wrong), f.oracle, f.irrelevant)
     rules = locate.find(f.rules, {name: dict(f[name]) for name in f.rules if name in f})
-    return feedback.Writing(rules, f.hint, texts, f.per_rollout, policy)
+    return feedback.Writing(rules, f.hint, texts, f.per_rollout, f.hint_tokens, f.branch_tokens, policy)
 
 
 def make_objective(config) -> Objective:

@@ -148,19 +148,19 @@ def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credi
     hinted = credit.view_weight_K is not None and rollout.views is not None
     credit = credit.replace(metrics={})
 
-    def losses_of(params, micro):
-        rollout, credit, weight_BT = micro
-        hidden_BTD = annotate.hidden_states(params, config, rollout, remat=o.remat)
-        outcome, aux = outcome_loss(params, config, hidden_BTD, rollout, credit, weight_BT, o)
-        if not hinted:
-            return (outcome,), (*aux, {})
-        feedback, view_sums = feedback_loss(params, teacher, config, hidden_BTD, rollout, credit, o)
-        return (outcome, feedback), (*aux, view_sums | {"feedback_loss": feedback})
-
     def one(micro):
-        out, pull, aux = jax.vjp(lambda p: losses_of(p, micro), params, has_aux=True)
-        grads = [pull(tuple(jnp.float32(i == j) for j in range(len(out))))[0] for i in range(len(out))]
-        return grads, aux
+        rollout, credit, weight_BT = micro
+        hidden_BTD, pull = jax.vjp(lambda p: annotate.hidden_states(p, config, rollout, remat=o.remat), params)
+        terms = [lambda p, h: outcome_loss(p, config, h, rollout, credit, weight_BT, o)]
+        if hinted:
+            terms.append(lambda p, h: feedback_loss(p, teacher, config, h, rollout, credit, o))
+        grads, found = [], []
+        for term in terms:  # each differentiated alone down to the states: one vjp over both pays for zero cotangents
+            (loss, aux), (direct, states_BTD) = jax.value_and_grad(term, (0, 1), has_aux=True)(params, hidden_BTD)
+            grads.append(jax.tree.map(jnp.add, direct, pull(states_BTD)[0]))
+            found.append((loss, aux))
+        view_sums = found[1][1] | {"feedback_loss": found[1][0]} if hinted else {}
+        return grads, (*found[0][1], view_sums)
 
     whole = (rollout, credit, token_weights(rollout, o))
     if count == 1:

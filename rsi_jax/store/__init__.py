@@ -15,23 +15,19 @@ import json
 import math
 import os
 import pathlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from rsi_jax import base
+from rsi_jax.store import columns as columns_lib
+from rsi_jax.store.columns import FILL, columns_of, rollout_of
+
+__all__ = ["FILL", "Archive", "columns_of", "rollout_of"]
 
 CHUNK_BYTES = 256 * 1024
 CHUNK_ROWS, CHUNK_WIDTH = 1024, 2048
-# What pads a narrow step when a slice spans steps of several widths; 0 for every other column.
-FILL = {
-    "kept_mass_BT": 1,
-    "segments.anchor_BS": base.NO_ANCHOR,
-    "segments.parent_BS": base.NO_PARENT,
-}
 # Reasons of the operating system that the user can mend, and the words for them.
 _DISK_ERRORS = {
     errno.ENOSPC: "no space left on",
@@ -39,33 +35,6 @@ _DISK_ERRORS = {
     errno.EROFS: "read-only file system at",
     errno.EACCES: "no permission to write",
 }
-_PARTS = {"segments": base.Segments, "views": base.Views}
-
-
-def columns_of(rollout: base.Rollout) -> dict[str, np.ndarray]:
-    """Flattens a rollout to host columns: 'tokens_BT', 'segments.start_BS', 'views.hint_KN'. None columns: left out."""
-    columns = {}
-    for name, value in vars(rollout).items():
-        if value is None:
-            continue
-        if name in _PARTS:
-            columns |= {f"{name}.{part}": column for part, column in vars(value).items()}
-        else:
-            columns[name] = value
-    return {name: np.asarray(column) for name, column in jax.device_get(columns).items()}
-
-
-def rollout_of(columns: Mapping[str, np.ndarray]) -> base.Rollout:
-    """Builds the rollout of `columns_of` again; columns that are absent stay None.
-
-    Raises: TypeError when a column that every rollout has is missing.
-    """
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    for name, column in columns.items():
-        part, _, field = name.rpartition(".")
-        parts.setdefault(part, {})[field] = column
-    nested = {name: _PARTS[name](**fields) for name, fields in parts.items() if name}
-    return base.Rollout(**parts.get("", {}), **nested)
 
 
 class Archive:
@@ -154,12 +123,12 @@ class Archive:
         unknown = [name for name in columns if name not in index["columns"]]
         if unknown:
             raise ValueError(f"no column {', '.join(unknown)} in {self.folder}; it has {', '.join(index['columns'])}")
-        axes = sorted({_axis(name) for name in columns})
+        axes = sorted({columns_lib.axis(name) for name in columns})
         if isinstance(rows, slice) and len(axes) > 1:
             raise ValueError(f"a slice needs one row axis, not {', '.join(axes)}: read by step instead")
         bounds = {axis: self._bounds(index, rows, axis) for axis in axes}
         step = None if isinstance(rows, slice) else rows
-        parts = {name: _parts(index, name, *bounds[_axis(name)], step) for name in columns}
+        parts = {name: _parts(index, name, *bounds[columns_lib.axis(name)], step) for name in columns}
         started = {name: self._start(name, parts[name]) for name in columns}
         return {
             name: self._gather(name, np.dtype(index["columns"][name]["dtype"]), parts[name], started[name])
@@ -232,7 +201,7 @@ class Archive:
                 )
         writes = []
         for name, column in columns.items():
-            array, start = opened[name].result(), _rows(index, _axis(name))
+            array, start = opened[name].result(), _rows(index, columns_lib.axis(name))
             needed = (start + column.shape[0], *column.shape[1:])
             grown = tuple(map(max, array.shape, needed))
             if grown != array.shape:
@@ -271,7 +240,7 @@ class Archive:
         """One array from the parts of a column, padded to the widest."""
         first, last = parts[0][0], parts[-1][1]
         widest = [max(sizes) for sizes in zip(*(wide for *_, wide in parts), strict=True)]
-        out = np.full((last - first, *widest), _fill(name, dtype), dtype)
+        out = np.full((last - first, *widest), columns_lib.fill(name, dtype), dtype)
         for (start, stop, wide), future in zip(parts, started, strict=True):
             try:
                 out[_place(start - first, stop - first, wide)] = future.result()
@@ -284,17 +253,9 @@ class Archive:
 # steps: [[step, number of its layout, byte where its text ends]].
 
 
-def _axis(name: str) -> str:
-    """Row axis of a column: the first letter of its dimensions."""
-    match = re.fullmatch(r"[a-z0-9_.]+_([A-Z])[A-Z]*", name)
-    if match is None:
-        raise ValueError(f"column {name}: its name must end in its dimensions, row axis first, such as tokens_BT")
-    return match.group(1)
-
-
 def _spans(index: dict[str, Any], axis: str) -> Iterator[tuple[int, int, int, dict[str, list[int]]]]:
     """(step, first row, last row + 1, shapes) of each step along a row axis."""
-    lengths = [next((s[0] for name, s in x.items() if _axis(name) == axis), 0) for x in index["layouts"]]
+    lengths = [next((s[0] for name, s in x.items() if columns_lib.axis(name) == axis), 0) for x in index["layouts"]]
     start = 0
     for step, layout, _ in index["steps"]:
         yield step, start, start + lengths[layout], index["layouts"][layout]
@@ -311,7 +272,7 @@ def _parts(
 ) -> list[tuple[int, int, list[int]]]:
     """(first row, last row + 1, widths) of a column in one step, or in each step that meets rows [start, stop)."""
     parts, wide = [], []
-    for at, first, last, shapes in _spans(index, _axis(name)):
+    for at, first, last, shapes in _spans(index, columns_lib.axis(name)):
         first, last = max(first, start), min(last, stop)
         wide = shapes.get(name, [0, *wide])[1:]
         if at != step if step is not None else first >= last:
@@ -329,8 +290,10 @@ def _require_agreement(index: dict[str, Any], columns: dict[str, np.ndarray]) ->
     for name, column in columns.items():
         if column.ndim == 0 or len(shapes.get(name, column.shape)) != column.ndim:
             raise ValueError(f"column {name} has shape {column.shape}, before {shapes.get(name)}")
-        if rows.setdefault(_axis(name), column.shape[0]) != column.shape[0]:
-            raise ValueError(f"column {name} has {column.shape[0]} rows, others of its axis {rows[_axis(name)]}")
+        if rows.setdefault(columns_lib.axis(name), column.shape[0]) != column.shape[0]:
+            raise ValueError(
+                f"column {name} has {column.shape[0]} rows, others of its axis {rows[columns_lib.axis(name)]}"
+            )
         kind = index["columns"].get(name, {"dtype": str(column.dtype)})["dtype"]
         if kind != str(column.dtype):
             raise ValueError(f"column {name} is {column.dtype}, in earlier steps {kind}")
@@ -370,10 +333,6 @@ def _place(first: int, last: int, wide: Sequence[int]) -> tuple[slice, ...]:
     return (slice(first, last), *(slice(0, size) for size in wide))
 
 
-def _fill(name: str, dtype: np.dtype) -> Any:
-    return np.asarray(FILL.get(name, 0)).astype(dtype).item()
-
-
 def _metadata(name: str, column: np.ndarray) -> dict[str, Any]:
     """zarr3 metadata of a new column: chunks of about CHUNK_BYTES, byte-shuffled zstd, CRC-32C."""
     wide = [min(1 << max(size - 1, 0).bit_length(), CHUNK_WIDTH) for size in column.shape[1:]]
@@ -382,7 +341,7 @@ def _metadata(name: str, column: np.ndarray) -> dict[str, Any]:
     return {
         "shape": [0, *column.shape[1:]],
         "data_type": str(column.dtype),
-        "fill_value": _fill(name, column.dtype),
+        "fill_value": columns_lib.fill(name, column.dtype),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         "codecs": [
             {"name": "bytes", "configuration": {"endian": "little"}},
