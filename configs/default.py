@@ -29,7 +29,7 @@ def _env():
             horizon=64,  # turns per episode
             goals=0,  # sub-goals per episode, 0 = horizon // 4
             slack=0,  # wasted turns allowed, 0 = max(1, horizon // 32)
-            listed=4,  # tools listed, one per purpose
+            listed=8,  # tools listed, one per purpose
             late=True,  # sub-goals in the second half only
             penalty=0.02,  # reward lost per tool call on a small-talk turn
         )
@@ -148,8 +148,8 @@ def _feedback():
     )
     c.oracle = "reminder {right}"
     c.irrelevant = "reminder weather lunch news music traffic sports travel garden"
-    c.hint_tokens = 16  # capacity of a hint; a longer one is an error, never cut
-    c.branch_tokens = 24  # capacity of a hint and the trunk from its place to the end of the located turn
+    c.hint_tokens = 24  # capacity of a hint; a longer one is an error, never cut
+    c.branch_tokens = 32  # capacity of a hint and the trunk from its place to the end of the located turn
     c.per_rollout = 4  # hinted turns per rollout at most
     c.teacher = "frozen"  # 'live' | 'ema' | 'frozen' | 'snapshot'
     c.teacher_rate = 0.05  # ema: share of the policy taken per update

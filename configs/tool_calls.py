@@ -8,8 +8,9 @@ from configs import default
 
 def get_config():
     c = default.get_config()
-    c.env.tool_calls.horizon = 128
-    c.lm.update(updates=60, lr=5e-3, batch_rows=16, row_tokens=640, short_horizon=3)
-    c.rl.update(updates=30, lr=1e-3)
+    c.env.tool_calls.horizon = 128  # where the warmed-up model almost never succeeds without a hint
     c.rollout.capacity = 640
+    c.lm.update(updates=100, lr=5e-3, batch_rows=12, row_tokens=832, short_horizon=3)
+    c.rl.update(updates=25, groups=16, group_size=4, optimizer="muon", lr=3e-3, schedule="cosine")
+    c.credit.textual_feedback.inner = "grpo"
     return c

@@ -18,7 +18,7 @@ from tests import builders, tiny
 
 CONFIG = tiny.config(logit_soft_cap=5.0)
 B, T, PER, N, U = 4, 20, 2, 5, 4
-K = B * PER
+K, BRANCH = B * PER, T + N
 TEMPERATURE = 0.8
 OBJECTIVE = update.Objective(span=U, chunk=7)
 PARAMS, OTHER = tiny.params(CONFIG, 0), tiny.params(CONFIG, 1)
@@ -30,7 +30,7 @@ def draw_views(seed, rollout, *, unused=0.2, empty=False, before=False) -> base.
     views = builders.random_views(seed, rollout, per_rollout=PER, hint_tokens=N, unused=unused)
     start = np.asarray(views.span_start_K)
     insert_at = [rng.integers(0, max(s - before, 0) + 1) for s in start]
-    views = views.replace(insert_at_K=jnp.asarray(insert_at, jnp.int32))
+    views = views.replace(insert_at_K=jnp.asarray(insert_at, jnp.int32), branch=BRANCH)
     return views.replace(hint_length_K=jnp.zeros_like(views.hint_length_K)) if empty else views
 
 
@@ -59,6 +59,8 @@ def live(params, rollout):
 
 frozen = jax.jit(jax.value_and_grad(loss_of, (0, 1)))
 loss_only = jax.jit(loss_of)
+WINDOWED = tiny.config(layers=2, window=4)
+teacher_states = jax.jit(functools.partial(views_lib.teacher_states, config=WINDOWED, span=U))
 
 
 # --- re-reading ------------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def test_a_span_at_the_very_start_has_no_prediction_for_its_first_token():
     first = jnp.arange(K) == 0
     views = v.replace(
         insert_at_K=jnp.where(first, 0, v.insert_at_K), span_start_K=jnp.where(first, 0, v.span_start_K),
-        span_length_K=jnp.where(first, 3, v.span_length_K), weight_K=first * 1.0, polarity_K=jnp.ones(K),
+        span_length_K=jnp.where(first, 3, v.span_length_K), weight_K=first.astype(jnp.float32), polarity_K=jnp.ones(K),
     )  # fmt: skip
     rollout = rollout.replace(views=views)
     want, _ = by_hand(rollout, PARAMS)
@@ -180,7 +182,7 @@ def test_a_span_at_the_very_start_has_no_prediction_for_its_first_token():
 def test_a_live_teacher_with_an_empty_hint_pulls_nowhere():
     found = live(PARAMS, draw(3, empty=True))  # forced: `build` makes no view of an empty hint
     for name, (loss, grads) in found.items():
-        np.testing.assert_allclose(loss, 0.0, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(loss, 0.0, atol=1e-5, err_msg=name)
         for path, grad in tiny.leaves(grads).items():
             np.testing.assert_allclose(grad, 0.0, atol=2e-5, err_msg=f"{name} {path}")
 
@@ -191,7 +193,7 @@ def test_b_a_hint_that_no_one_attends_to_changes_nothing():
     deaf["layers"][0]["attention"]["o"] = jnp.zeros_like(deaf["layers"][0]["attention"]["o"])
     rollout = draw(4, before=True)
     for name, (loss, _) in live(deaf, rollout).items():
-        np.testing.assert_allclose(loss, 0.0, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(loss, 0.0, atol=1e-5, err_msg=name)
     assert abs(live(PARAMS, rollout)["forward_kl"][0]) > 1e-3
 
 
@@ -248,6 +250,16 @@ def test_j_padding_and_capacities_change_nothing():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("knobs", [{"seed": 8}, {"seed": 3, "empty": True}], ids=["hinted", "empty"])
+def test_packed_branches_are_views_read_apart(knobs):
+    rollout = draw(**knobs)
+    apart = rollout.replace(views=rollout.views.replace(branch=0))
+    a, b = (teacher_states(tiny.params(WINDOWED), rollout=r) for r in (rollout, apart))
+    mask = np.asarray(views_lib.span_mask(rollout.views, U))
+    assert mask.sum() > K
+    np.testing.assert_allclose(np.asarray(a)[mask], np.asarray(b)[mask], atol=1e-5)
+
+
 def test_k_the_order_of_rollouts_and_views_changes_nothing():
     rollout = draw(9)
     order = np.array([2, 0, 3, 1])
@@ -267,9 +279,8 @@ def test_T37_hints_are_in_no_mask_no_length_and_no_denominator():
     np.testing.assert_array_equal(*weights)
     mask = np.asarray(views_lib.span_mask(rollout.views, U))
     np.testing.assert_array_equal(mask.sum(axis=1), v.span_length_K)
-    used = v.span_length_K > 0
-    cost = (v.span_start_K + v.span_length_K + v.hint_length_K)[used].sum()
-    assert views_lib.extra_tokens(rollout.views) == cost == sum(len(spliced(rollout, k)) for k in range(K))
+    branches = [len(spliced(rollout, k)) - v.insert_at_K[k] for k in range(K) if v.span_length_K[k]]
+    assert views_lib.extra_tokens(rollout.views) == sum(branches)
 
 
 # --- whose weights ---------------------------------------------------------------------------------------------------

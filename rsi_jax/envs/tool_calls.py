@@ -23,6 +23,10 @@ TOOLS = {
     "edit": ("sed", "vim", "nano", "patch"),
     "list": ("ls", "dir", "tree", "exa"),
     "test": ("pytest", "nose", "tox", "unittest"),
+    "build": ("make", "ninja", "cmake", "bazel"),
+    "fetch": ("curl", "wget", "aria", "lynx"),
+    "pack": ("tar", "zip", "gzip", "xz"),
+    "watch": ("top", "htop", "ps", "vmstat"),
 }
 SMALL_TALK = ("weather", "lunch", "news", "music", "traffic", "sports", "travel", "garden")
 NOT_FOUND, MALFORMED, DONE, NOTED, START = "tool not found", "malformed call", "done", "noted", "start"
@@ -60,7 +64,7 @@ class ToolCalls:
     horizon: int = 64
     goals: int = 0
     slack: int = 0
-    listed: int = 4
+    listed: int = 8
     late: bool = True
     penalty: float = 0.02
 

@@ -59,8 +59,14 @@ def _fill(template: str, transcript: base.Transcript, turn: int) -> str:
         values["tools"] = _listing(transcript)
         values["wrong_tools"] = _rotated(values["tools"])
     if "{right}" in template:
+        if "right" not in transcript.turns[turn].info:
+            raise base.InputError(f"task {transcript.seed}: a hint wants {{right}}, but its environment names none")
         values["right"] = transcript.turns[turn].info["right"]
-    return template.format(**values)
+    try:
+        return template.format(**values)
+    except (KeyError, IndexError, ValueError) as error:
+        known = "{tools}, {wrong_tools}, {right}"
+        raise base.InputError(f"hint template {template!r} does not fill in ({error!r}); known: {known}") from error
 
 
 def _by_rule(texts: Mapping[str, str], finding: Finding, transcripts) -> str:

@@ -100,9 +100,12 @@ def span_mask(views: base.Views, span: int) -> chex.Array:
     return (offset_U < views.span_length_K[:, None]) & (first_K > 0)
 
 
+def _take(states_RTD: chex.Array, row_K: chex.Array, at_KU: chex.Array) -> chex.Array:
+    return states_RTD[row_K[:, None], jnp.clip(at_KU, 0, states_RTD.shape[1] - 1)]
+
+
 def _take_span(states_RTD: chex.Array, row_K: chex.Array, first_K: chex.Array, span: int) -> chex.Array:
-    at_KU = jnp.clip(first_K[:, None] + jnp.arange(span), 0, states_RTD.shape[1] - 1)
-    return states_RTD[row_K[:, None], at_KU]
+    return _take(states_RTD, row_K, first_K[:, None] + jnp.arange(span))
 
 
 def span_tokens(tokens_BT: chex.Array, views: base.Views, span: int) -> chex.Array:
@@ -163,16 +166,18 @@ def teacher_states(params, config: transformer.Config, rollout: base.Rollout, sp
         hidden_RTD = transformer.hidden_states(params, config, *rows_BR)
         per = views.rollout_K.shape[0] // rollout.tokens_BT.shape[0]
         branch_K = rollout.tokens_BT.shape[1] + views.branch * (jnp.arange(views.rollout_K.shape[0]) % per)
-        row_K = views.rollout_K
-        first_K = branch_K + views.hint_length_K + views.span_start_K - views.insert_at_K - 1
+        offset_KU = (views.hint_length_K + views.span_start_K - views.insert_at_K - 1)[:, None] + jnp.arange(span)
+        # An empty hint right at its span (offset -1): the last token of the trunk before it predicts.
+        at_KU = jnp.where(offset_KU < 0, views.insert_at_K[:, None] - 1, branch_K[:, None] + offset_KU)
+        states_KUD = _take(hidden_RTD, views.rollout_K, at_KU)
     else:
         tokens_KW, length_K = reread(rollout.tokens_BT, views)
         positions_KW = jnp.broadcast_to(jnp.arange(tokens_KW.shape[1]), tokens_KW.shape)
         ranges = attention.causal_ranges(length_K, tokens_KW.shape[1])
         hidden_RTD = transformer.hidden_states(params, config, tokens_KW, positions_KW, ranges)
-        row_K = jnp.arange(tokens_KW.shape[0])
         first_K = views.span_start_K + views.hint_length_K - 1
-    return jax.lax.stop_gradient(_take_span(hidden_RTD, row_K, first_K, span))
+        states_KUD = _take_span(hidden_RTD, jnp.arange(tokens_KW.shape[0]), first_K, span)
+    return jax.lax.stop_gradient(states_KUD)
 
 
 def extra_tokens(views: base.Views) -> int:
