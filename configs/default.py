@@ -29,7 +29,7 @@ def _env():
             horizon=64,  # turns per episode
             goals=0,  # sub-goals per episode, 0 = horizon // 4
             slack=0,  # wasted turns allowed, 0 = max(1, horizon // 32)
-            listed=8,  # tools listed, one per purpose
+            listed=6,  # of the 8 purposes, and one tool of 4 for each
             late=True,  # sub-goals in the second half only
             penalty=0.02,  # reward lost per tool call on a small-talk turn
         )

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from rsi_jax.kernels import attention, token_logprob
 from rsi_jax.model import transformer
 
 
-def hidden_states(params, config: transformer.Config, rollout: base.Rollout, *, remat: bool = False) -> chex.Array:
+def hidden_states(params, config: transformer.Config, rollout: base.Rollout, *, remat: bool = False) -> jax.Array:
     """Reads every rollout: final hidden states [B, T, D]; position t predicts token t + 1."""
     B, T = rollout.tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
@@ -23,8 +22,8 @@ def hidden_states(params, config: transformer.Config, rollout: base.Rollout, *, 
 
 
 def token_logp(
-    params, config: transformer.Config, hidden_BTD: chex.Array, rollout: base.Rollout, *, temperature: float, chunk: int
-) -> tuple[chex.Array, chex.Array]:
+    params, config: transformer.Config, hidden_BTD: jax.Array, rollout: base.Rollout, *, temperature: float, chunk: int
+) -> tuple[jax.Array, jax.Array]:
     """Scores each token given those before it: (logp_BT, entropy_BT), nats; column 0 is 0.
 
     With a truncated sampling support the stored log-prob is on that support; here the kept mass of the sampler is
@@ -43,7 +42,7 @@ def token_logp(
     return logp_BT - jnp.log(rollout.kept_mass_BT), entropy_BT
 
 
-def shifted_values(params, hidden_BTD: chex.Array) -> chex.Array:
+def shifted_values(params, hidden_BTD: jax.Array) -> jax.Array:
     """The critic's value before each token [B, T]: read at the position that predicts it; column 0 is 0."""
     return jnp.pad(transformer.values(params, hidden_BTD)[:, :-1], ((0, 0), (1, 0)))
 
@@ -81,7 +80,7 @@ def annotate(
     return rollout.replace(**add)
 
 
-def _view_logp(teacher, config, rollout: base.Rollout, span: int, temperature: float, chunk: int) -> chex.Array:
+def _view_logp(teacher, config, rollout: base.Rollout, span: int, temperature: float, chunk: int) -> jax.Array:
     views = rollout.views
     states_KUD = views_lib.teacher_states(teacher, config, rollout, span)
     K, U, D = states_KUD.shape

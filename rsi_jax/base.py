@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
-import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,7 @@ NO_PARENT = -1
 NO_ANCHOR = -1
 
 
-@flax.struct.dataclass
-class Segments:
+class Segments(flax.struct.PyTreeNode):
     """Contiguous spans of each rollout, in time order, capacity S. Unused rows have length 0.
 
     start_BS     int32   first token of the span.
@@ -43,18 +41,17 @@ class Segments:
     parent_BS    int32   segment it was branched from, for trees; NO_PARENT if none.
     """
 
-    start_BS: chex.Array
-    length_BS: chex.Array
-    kind_BS: chex.Array
-    reward_BS: chex.Array
-    discount_BS: chex.Array
-    finish_BS: chex.Array
-    anchor_BS: chex.Array
-    parent_BS: chex.Array
+    start_BS: jax.Array
+    length_BS: jax.Array
+    kind_BS: jax.Array
+    reward_BS: jax.Array
+    discount_BS: jax.Array
+    finish_BS: jax.Array
+    anchor_BS: jax.Array
+    parent_BS: jax.Array
 
 
-@flax.struct.dataclass
-class Views:
+class Views(flax.struct.PyTreeNode):
     """Hinted re-readings, capacity K = B * (views per rollout), grouped by rollout in order; unused rows: weight 0.
 
     A view reads trunk[:insert_at], hint, trunk[insert_at : span_start + span_length] and is scored on the span.
@@ -72,20 +69,19 @@ class Views:
                            is read on its own, from its prefix on.
     """
 
-    rollout_K: chex.Array
-    insert_at_K: chex.Array
-    span_start_K: chex.Array
-    span_length_K: chex.Array
-    hint_KN: chex.Array
-    hint_length_K: chex.Array
-    source_K: chex.Array
-    weight_K: chex.Array
-    polarity_K: chex.Array
+    rollout_K: jax.Array
+    insert_at_K: jax.Array
+    span_start_K: jax.Array
+    span_length_K: jax.Array
+    hint_KN: jax.Array
+    hint_length_K: jax.Array
+    source_K: jax.Array
+    weight_K: jax.Array
+    polarity_K: jax.Array
     branch: int = flax.struct.field(pytree_node=False, default=0)
 
 
-@flax.struct.dataclass
-class Rollout:
+class Rollout(flax.struct.PyTreeNode):
     """The one data structure: a batch of trajectories, each ONE token stream, as columns.
 
     Stored when sampled:
@@ -103,58 +99,58 @@ class Rollout:
       view_logp_KU float32 teacher log-prob of each sampled span token with the hint; 0 outside the span.
     """
 
-    tokens_BT: chex.Array
-    logp_BT: chex.Array
-    kept_mass_BT: chex.Array
-    group_B: chex.Array
+    tokens_BT: jax.Array
+    logp_BT: jax.Array
+    kept_mass_BT: jax.Array
+    group_B: jax.Array
     segments: Segments
-    weight_B: chex.Array
-    chain_B: chex.Array
-    ref_logp_BT: chex.Array | None = None
-    value_BT: chex.Array | None = None
+    weight_B: jax.Array
+    chain_B: jax.Array
+    ref_logp_BT: jax.Array | None = None
+    value_BT: jax.Array | None = None
     views: Views | None = None
-    view_logp_KU: chex.Array | None = None
+    view_logp_KU: jax.Array | None = None
 
     @property
-    def length_B(self) -> chex.Array:
+    def length_B(self) -> jax.Array:
         """Tokens in use per rollout."""
         s = self.segments
         return jnp.max(jnp.where(s.length_BS > 0, s.start_BS + s.length_BS, 0), axis=1)
 
     @property
-    def segment_BT(self) -> chex.Array:
+    def segment_BT(self) -> jax.Array:
         """Segment index of each token; -1 on padding."""
         return jax.vmap(_segment_of_token, in_axes=(0, 0, None))(
             self.segments.start_BS, self.segments.length_BS, self.tokens_BT.shape[1]
         )
 
     @property
-    def mask_BT(self) -> chex.Array:
+    def mask_BT(self) -> jax.Array:
         """True where the policy sampled the token."""
         segment_BT = self.segment_BT
         kind_BT = jnp.take_along_axis(self.segments.kind_BS, jnp.maximum(segment_BT, 0), axis=1)
         return (segment_BT >= 0) & (kind_BT == ACTION)
 
     @property
-    def turn_BS(self) -> chex.Array:
+    def turn_BS(self) -> jax.Array:
         """Turn of each segment: the number of ACTION segments up to and including it, minus 1 (-1 = before any)."""
         s = self.segments
         return jnp.cumsum((s.kind_BS == ACTION) & (s.length_BS > 0), axis=1) - 1
 
     @property
-    def turn_BT(self) -> chex.Array:
+    def turn_BT(self) -> jax.Array:
         """Turn of each token (an ACTION and what follows it up to the next); -1 on prompt and padding."""
         segment_BT = self.segment_BT
         turn_BT = jnp.take_along_axis(self.turn_BS, jnp.maximum(segment_BT, 0), axis=1)
         return jnp.where(segment_BT >= 0, turn_BT, -1)
 
     @property
-    def return_B(self) -> chex.Array:
+    def return_B(self) -> jax.Array:
         """Undiscounted sum of the rewards of each rollout."""
         return jnp.sum(jnp.where(self.segments.length_BS > 0, self.segments.reward_BS, 0.0), axis=1)
 
 
-def _segment_of_token(start_S: chex.Array, length_S: chex.Array, tokens: int) -> chex.Array:
+def _segment_of_token(start_S: jax.Array, length_S: jax.Array, tokens: int) -> jax.Array:
     used_S = length_S > 0
     index_S = jnp.arange(start_S.shape[0])
     opened_T = jnp.full(tokens, -1).at[jnp.where(used_S, start_S, tokens)].max(index_S, mode="drop")
@@ -163,8 +159,7 @@ def _segment_of_token(start_S: chex.Array, length_S: chex.Array, tokens: int) ->
     return jnp.where(jnp.arange(tokens) < end_T, segment_T, -1).astype(jnp.int32)
 
 
-@flax.struct.dataclass
-class Divergence:
+class Divergence(flax.struct.PyTreeNode):
     """Which divergence pulls the student to the teacher on a view, all fields static.
 
     name         'forward_kl' KL(T || S) | 'reverse_kl' KL(S || T) | 'jsd' generalised Jensen-Shannon | 'sampled'.
@@ -182,8 +177,7 @@ class Divergence:
     temperature: float = flax.struct.field(pytree_node=False, default=1.0)
 
 
-@flax.struct.dataclass
-class Credit:
+class Credit(flax.struct.PyTreeNode):
     """What a credit variant says of each token; the loss needs nothing else.
 
     adv_BT         float32 advantage of each sampled token; 0 off-mask. A gradient never flows through it.
@@ -193,15 +187,14 @@ class Credit:
     metrics        scalars to log.
     """
 
-    adv_BT: chex.Array
-    value_target_BT: chex.Array | None = None
-    view_weight_K: chex.Array | None = None
+    adv_BT: jax.Array
+    value_target_BT: jax.Array | None = None
+    view_weight_K: jax.Array | None = None
     divergence: Divergence = Divergence()
-    metrics: Mapping[str, chex.Array] = flax.struct.field(default_factory=dict)
+    metrics: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """Everything a step reads and writes; a checkpoint is this and the host's cursor.
 
     step     int32   optimizer updates done in this stage.
@@ -212,12 +205,12 @@ class TrainState:
     aux      dict of scalars and arrays that learn or remember: schedules, baselines, measured hint gain.
     """
 
-    step: chex.Array
+    step: jax.Array
     params: Any
     opt: Any
     teacher: Any = None
     ref: Any = None
-    aux: Mapping[str, chex.Array] = flax.struct.field(default_factory=dict)
+    aux: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)
 
 
 CreditFn = Callable[[Rollout], Credit]

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 SPREAD = 1e-6
 
 
-def zero(x: chex.Array, mask: chex.Array) -> chex.Array:
+def zero(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Sets masked entries to 0: x where mask, else 0. No gradient reaches a masked entry."""
     return jnp.where(mask, x, jnp.zeros_like(x))
 
 
-def apply(fn: Callable[[chex.Array], chex.Array], x: chex.Array, mask: chex.Array, *, safe: float = 0.0) -> chex.Array:
+def apply(fn: Callable[[jax.Array], jax.Array], x: jax.Array, mask: jax.Array, *, safe: float = 0.0) -> jax.Array:
     """Maps fn over the kept entries: fn(x) where mask, else 0, with a finite gradient whatever stands at the rest.
 
     The double `where`: fn never sees a masked entry (it sees `safe`), so exp, log and sqrt cannot leak inf * 0.
@@ -38,7 +38,7 @@ def apply(fn: Callable[[chex.Array], chex.Array], x: chex.Array, mask: chex.Arra
     return zero(fn(jnp.where(mask, x, safe)), mask)
 
 
-def sum(x: chex.Array, mask: chex.Array, *, axis: int | None = None, axis_name: str | None = None) -> chex.Array:
+def sum(x: jax.Array, mask: jax.Array, *, axis: int | None = None, axis_name: str | None = None) -> jax.Array:
     """Sums the kept entries in float32.
 
     Args:
@@ -53,25 +53,25 @@ def sum(x: chex.Array, mask: chex.Array, *, axis: int | None = None, axis_name: 
     return total if axis_name is None else jax.lax.psum(total, axis_name)
 
 
-def count(mask: chex.Array, *, axis: int | None = None, axis_name: str | None = None) -> chex.Array:
+def count(mask: jax.Array, *, axis: int | None = None, axis_name: str | None = None) -> jax.Array:
     """Counts the kept entries, as float32."""
     return sum(mask, mask, axis=axis, axis_name=axis_name)
 
 
-def mean(x: chex.Array, mask: chex.Array, *, axis: int | None = None, axis_name: str | None = None) -> chex.Array:
+def mean(x: jax.Array, mask: jax.Array, *, axis: int | None = None, axis_name: str | None = None) -> jax.Array:
     """Averages the kept entries: Σ x / n, and 0 when n = 0. Arguments as in `sum`."""
     total = sum(x, mask, axis=axis, axis_name=axis_name)
     return total / jnp.maximum(count(mask, axis=axis, axis_name=axis_name), 1.0)
 
 
 def var(
-    x: chex.Array,
-    mask: chex.Array,
+    x: jax.Array,
+    mask: jax.Array,
     *,
     bessel: bool = True,
     axis: int | None = None,
     axis_name: str | None = None,
-) -> chex.Array:
+) -> jax.Array:
     """Variance of the kept entries, in two passes: Σ (x - mean)² / (n - 1), and 0 when n < 2.
 
     Args:
@@ -86,13 +86,13 @@ def var(
 
 
 def whiten(
-    x: chex.Array,
-    mask: chex.Array,
+    x: jax.Array,
+    mask: jax.Array,
     *,
     shift_mean: bool = True,
     floor: float = SPREAD,
     axis_name: str | None = None,
-) -> chex.Array:
+) -> jax.Array:
     """Scales the kept entries to unit variance: (x - mean) / std, or x / std when shift_mean is False.
 
     Std is the unbiased one over all kept entries (of all shards with axis_name): one affine map for the whole batch.
@@ -115,14 +115,14 @@ def whiten(
     return zero((zero(x, mask) - centre) * scale, mask)
 
 
-def counted(values_B: chex.Array, weight_B: chex.Array) -> chex.Array:
+def counted(values_B: jax.Array, weight_B: jax.Array) -> jax.Array:
     """True for the rows that enter group statistics: weight > 0 and a finite value."""
     chex.assert_rank([values_B, weight_B], 1)
     chex.assert_equal_shape([values_B, weight_B])
     return (weight_B > 0) & jnp.isfinite(values_B)
 
 
-def group_sum(values_B: chex.Array, group_B: chex.Array, weight_B: chex.Array) -> chex.Array:
+def group_sum(values_B: jax.Array, group_B: jax.Array, weight_B: jax.Array) -> jax.Array:
     """Sums the counted rows of each group; row b gets the sum of its group.
 
     Args:
@@ -136,19 +136,19 @@ def group_sum(values_B: chex.Array, group_B: chex.Array, weight_B: chex.Array) -
     return jax.ops.segment_sum(kept_B, group_B, num_segments=group_B.shape[0])[group_B]
 
 
-def group_size(values_B: chex.Array, group_B: chex.Array, weight_B: chex.Array) -> chex.Array:
+def group_size(values_B: jax.Array, group_B: jax.Array, weight_B: jax.Array) -> jax.Array:
     """Counts the counted rows of each group, as float32. Arguments as in `group_sum`."""
     ones_B = jnp.where(jnp.isfinite(values_B), 1.0, jnp.nan)
     return group_sum(ones_B, group_B, weight_B)
 
 
-def group_mean(values_B: chex.Array, group_B: chex.Array, weight_B: chex.Array) -> chex.Array:
+def group_mean(values_B: jax.Array, group_B: jax.Array, weight_B: jax.Array) -> jax.Array:
     """Averages the counted rows of each group; 0 for a group without any. Arguments as in `group_sum`."""
     size_B = group_size(values_B, group_B, weight_B)
     return group_sum(values_B, group_B, weight_B) / jnp.maximum(size_B, 1.0)
 
 
-def group_std(values_B: chex.Array, group_B: chex.Array, weight_B: chex.Array, *, bessel: bool = True) -> chex.Array:
+def group_std(values_B: jax.Array, group_B: jax.Array, weight_B: jax.Array, *, bessel: bool = True) -> jax.Array:
     """Standard deviation of the counted rows of each group; 0 below two rows. Arguments as in `group_sum`.
 
     The gradient at zero variance is 0, not infinite.
@@ -160,7 +160,7 @@ def group_std(values_B: chex.Array, group_B: chex.Array, weight_B: chex.Array, *
     return apply(jnp.sqrt, variance_B, variance_B > 0, safe=1.0)
 
 
-def group_max(values_B: chex.Array, group_B: chex.Array, weight_B: chex.Array) -> chex.Array:
+def group_max(values_B: jax.Array, group_B: jax.Array, weight_B: jax.Array) -> jax.Array:
     """Largest counted value of each group; 0 for a group without any. Arguments as in `group_sum`."""
     chex.assert_equal_shape([values_B, group_B, weight_B])
     chex.assert_type(group_B, int)
@@ -169,19 +169,19 @@ def group_max(values_B: chex.Array, group_B: chex.Array, weight_B: chex.Array) -
     return zero(best_B, jnp.isfinite(best_B))
 
 
-def group_spread(values_B: chex.Array, group_B: chex.Array, weight_B: chex.Array) -> chex.Array:
+def group_spread(values_B: jax.Array, group_B: jax.Array, weight_B: jax.Array) -> jax.Array:
     """Max - min over the counted rows of each group, >= 0. Arguments as in `group_sum`."""
     return group_max(values_B, group_B, weight_B) + group_max(-values_B, group_B, weight_B)
 
 
-def count_groups(mask_B: chex.Array, group_B: chex.Array) -> chex.Array:
+def count_groups(mask_B: jax.Array, group_B: jax.Array) -> jax.Array:
     """Counts the groups that have at least one row in the mask, as float32."""
     chex.assert_equal_shape([mask_B, group_B])
     found = jax.ops.segment_sum(mask_B.astype(jnp.int32), group_B, num_segments=group_B.shape[0])
     return jnp.sum(found > 0).astype(jnp.float32)
 
 
-def segment_sum(x_BT: chex.Array, segment_BT: chex.Array, *, segments: int) -> chex.Array:
+def segment_sum(x_BT: jax.Array, segment_BT: jax.Array, *, segments: int) -> jax.Array:
     """Sums tokens by segment, [B, T] to [B, S].
 
     Args:
@@ -196,7 +196,7 @@ def segment_sum(x_BT: chex.Array, segment_BT: chex.Array, *, segments: int) -> c
     return jax.vmap(lambda x_T, index_T: jax.ops.segment_sum(x_T, index_T, num_segments=segments))(kept_BT, index_BT)
 
 
-def segment_mean(x_BT: chex.Array, segment_BT: chex.Array, *, segments: int) -> chex.Array:
+def segment_mean(x_BT: jax.Array, segment_BT: jax.Array, *, segments: int) -> jax.Array:
     """Averages tokens by segment; 0 for an empty segment. Arguments as in `segment_sum`."""
     size_BS = segment_sum(jnp.ones_like(x_BT, jnp.float32), segment_BT, segments=segments)
     return segment_sum(x_BT, segment_BT, segments=segments) / jnp.maximum(size_BS, 1.0)

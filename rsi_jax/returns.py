@@ -12,16 +12,16 @@ import chex
 import jax
 import jax.numpy as jnp
 
-Scalar = chex.Array | float
+Scalar = jax.Array | float
 
 
 def discounted_returns(
-    reward_T: chex.Array,
-    discount_T: chex.Array,
-    mask_T: chex.Array | None = None,
+    reward_T: jax.Array,
+    discount_T: jax.Array,
+    mask_T: jax.Array | None = None,
     *,
     bootstrap: Scalar = 0.0,
-) -> chex.Array:
+) -> jax.Array:
     """Sums the rewards to come: Gₜ = rₜ + γₜ Gₜ₊₁, with G_T = bootstrap.
 
     With γ = 1: return-to-go; with γ = 0: the rewards themselves.
@@ -41,14 +41,14 @@ def discounted_returns(
 
 
 def lambda_returns(
-    reward_T: chex.Array,
-    discount_T: chex.Array,
-    value_T: chex.Array,
-    mask_T: chex.Array | None = None,
+    reward_T: jax.Array,
+    discount_T: jax.Array,
+    value_T: jax.Array,
+    mask_T: jax.Array | None = None,
     *,
     lambda_: Scalar = 1.0,
     bootstrap: Scalar = 0.0,
-) -> chex.Array:
+) -> jax.Array:
     """Mixes n-step returns: Gₜ = rₜ + γₜ [(1 - λₜ) Vₜ₊₁ + λₜ Gₜ₊₁], with G_T = V_T = bootstrap.
 
     With λ = 1: discounted returns; with λ = 0: the one-step target rₜ + γₜ Vₜ₊₁.
@@ -70,14 +70,14 @@ def lambda_returns(
 
 
 def gae(
-    reward_T: chex.Array,
-    discount_T: chex.Array,
-    value_T: chex.Array,
-    mask_T: chex.Array | None = None,
+    reward_T: jax.Array,
+    discount_T: jax.Array,
+    value_T: jax.Array,
+    mask_T: jax.Array | None = None,
     *,
     lambda_: Scalar = 1.0,
     bootstrap: Scalar = 0.0,
-) -> chex.Array:
+) -> jax.Array:
     """Generalised advantage estimation: Aₜ = δₜ + γₜ λₜ Aₜ₊₁ with δₜ = rₜ + γₜ Vₜ₊₁ - Vₜ.
 
     With λ = 1: Gₜ - Vₜ; with λ = 0: the TD error δₜ; A + V is the λ-return. Over one step per turn instead of one
@@ -99,7 +99,7 @@ def gae(
     return _keep(_backward(error_T, discount_T * lambda_T, mask_T, 0.0), mask_T)
 
 
-def leave_one_out(value_G: chex.Array, mask_G: chex.Array | None = None) -> chex.Array:
+def leave_one_out(value_G: jax.Array, mask_G: jax.Array | None = None) -> jax.Array:
     """Averages the others: bᵢ = mean of vⱼ over j ≠ i; 0 where there is no other.
 
     v - b is the RLOO advantage; it equals G / (G - 1) times the deviation from the mean of all.
@@ -119,11 +119,11 @@ def leave_one_out(value_G: chex.Array, mask_G: chex.Array | None = None) -> chex
     return _keep((jnp.sum(kept_G) - kept_G) / jnp.maximum(others, 1), mask_G & (others > 0))
 
 
-def _keep(x_T: chex.Array, mask_T: chex.Array) -> chex.Array:
+def _keep(x_T: jax.Array, mask_T: jax.Array) -> jax.Array:
     return jnp.where(mask_T, x_T, 0.0)
 
 
-def _check(mask_T: chex.Array | None, *columns: chex.Array) -> chex.Array:
+def _check(mask_T: jax.Array | None, *columns: jax.Array) -> jax.Array:
     chex.assert_rank(columns, 1)
     chex.assert_equal_shape(columns)
     chex.assert_type(columns, float)
@@ -134,7 +134,7 @@ def _check(mask_T: chex.Array | None, *columns: chex.Array) -> chex.Array:
     return mask_T
 
 
-def _backward(add_T: chex.Array, carry_T: chex.Array, mask_T: chex.Array, last: Scalar) -> chex.Array:
+def _backward(add_T: jax.Array, carry_T: jax.Array, mask_T: jax.Array, last: Scalar) -> jax.Array:
     """Solves xₜ = addₜ + carryₜ xₜ₊₁ backwards from x_T = last; off-mask xₜ = xₜ₊₁."""
     add_T = _keep(add_T, mask_T)
     carry_T = jnp.where(mask_T, carry_T, 1.0)
@@ -146,7 +146,7 @@ def _backward(add_T: chex.Array, carry_T: chex.Array, mask_T: chex.Array, last: 
     return added_T + carried_T * last
 
 
-def _next(value_T: chex.Array, mask_T: chex.Array, last: Scalar) -> chex.Array:
+def _next(value_T: jax.Array, mask_T: jax.Array, last: Scalar) -> jax.Array:
     """Value of the next existing step after t; `last` after the last one."""
     first_T = _backward(value_T, jnp.zeros_like(value_T), mask_T, last)
     return jnp.append(first_T[1:], jnp.asarray(last, first_T.dtype))

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +111,7 @@ def _bucket(length: int) -> int:
 def collect(
     params,
     tasks: Sequence[Task],
-    key: chex.PRNGKey,
+    key: jax.Array,
     sampler: Sampler,
     *,
     tick: Callable[[int], None] = lambda tokens: None,
@@ -164,7 +163,7 @@ def _sample_turn(params, cache, slots, key_B, sampler: Sampler):
     return cache, int(out.length_B.sum())
 
 
-def complete(params, prompts: Sequence[list[int]], key: chex.PRNGKey, sampler: Sampler) -> list[tuple[list[int], int]]:
+def complete(params, prompts: Sequence[list[int]], key: jax.Array, sampler: Sampler) -> list[tuple[list[int], int]]:
     """Samples one turn after each prompt (ids): (sampled ids, finish reason) of each, in order."""
     key_B = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(prompts)))
     out = []

@@ -8,7 +8,6 @@ is folded from the row's key and the token's position, so a rollout does not dep
 import dataclasses
 import functools
 
-import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -42,19 +41,18 @@ class Sampling:
             raise base.InputError("sample.top_k must be >= 0 and sample.max_tokens >= 1")
 
 
-@flax.struct.dataclass
-class Turn:
+class Turn(flax.struct.PyTreeNode):
     """What one turn sampled: tokens_BA int32, logp_BA, kept_mass_BA float32, length_B, finish_B int32 (base.STOP |
     base.LENGTH; NOT_SAMPLED for rows that were not active)."""
 
-    tokens_BA: chex.Array
-    logp_BA: chex.Array
-    kept_mass_BA: chex.Array
-    length_B: chex.Array
-    finish_B: chex.Array
+    tokens_BA: jax.Array
+    logp_BA: jax.Array
+    kept_mass_BA: jax.Array
+    length_B: jax.Array
+    finish_B: jax.Array
 
 
-def restrict(logit_NV: chex.Array, top_k: int, top_p: float) -> tuple[chex.Array, chex.Array]:
+def restrict(logit_NV: jax.Array, top_k: int, top_p: float) -> tuple[jax.Array, jax.Array]:
     """Renormalises on the sampling support: top-k first, then the smallest set of mass >= top_p within it.
 
     Returns: (logp_NV on the support, -inf off it; kept_mass_N of the full softmax).
@@ -108,10 +106,10 @@ def _record(out: Turn, step, hidden_BD, position_B, open_B, key_B, unembed_DV, c
 def turn(
     params,
     cache: transformer.Cache,
-    chunk_BO: chex.Array,
-    chunk_length_B: chex.Array,
-    cached_B: chex.Array,
-    key_B: chex.PRNGKey,
+    chunk_BO: jax.Array,
+    chunk_length_B: jax.Array,
+    cached_B: jax.Array,
+    key_B: jax.Array,
     *,
     config: transformer.Config,
     sampling: Sampling,

@@ -19,12 +19,12 @@ from rsi_jax.kernels.attention import cpu, reference
 class Ranges(NamedTuple):
     """Key ranges of each query, int32 [B, T], in row indices of the keys. lo >= hi means empty."""
 
-    lo1: chex.Array
-    hi1: chex.Array
-    lo2: chex.Array
-    hi2: chex.Array
+    lo1: jax.Array
+    hi1: jax.Array
+    lo2: jax.Array
+    hi2: jax.Array
 
-    def window(self, positions_BT: chex.Array, width: int) -> "Ranges":
+    def window(self, positions_BT: jax.Array, width: int) -> "Ranges":
         """Narrows both ranges to the last `width` positions, the query's own included (a sliding window).
 
         positions_BT: position of each query inside its sequence; on a branch it runs on from the insertion point.
@@ -34,7 +34,7 @@ class Ranges(NamedTuple):
         return Ranges(lo1, self.hi1, jnp.maximum(self.lo2, self.hi2 - width), self.hi2)
 
 
-def causal_ranges(length_B: chex.Array, tokens: int) -> Ranges:
+def causal_ranges(length_B: jax.Array, tokens: int) -> Ranges:
     """Makes the ranges of right-padded causal rows: query t < length sees keys [0, t]; padding sees nothing."""
     query_BT = jnp.broadcast_to(jnp.arange(tokens), (length_B.shape[0], tokens))
     used_BT = query_BT < length_B[:, None]
@@ -43,15 +43,15 @@ def causal_ranges(length_B: chex.Array, tokens: int) -> Ranges:
 
 
 def attention(
-    q_BTHC: chex.Array,
-    k_BTJC: chex.Array,
-    v_BTJC: chex.Array,
+    q_BTHC: jax.Array,
+    k_BTJC: jax.Array,
+    v_BTJC: jax.Array,
     ranges: Ranges,
     *,
     scale: float,
     soft_cap: float = 0.0,
     implementation: str = "cpu",
-) -> chex.Array:
+) -> jax.Array:
     """Attends over a whole row: softmax(scale q.k, capped, masked by `ranges`) v, grouped heads.
 
     soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 = none.
@@ -69,14 +69,14 @@ def attention(
 
 
 def decode_attention(
-    q_BOHC: chex.Array,
-    k_BJSC: chex.Array,
-    v_BJSC: chex.Array,
+    q_BOHC: jax.Array,
+    k_BJSC: jax.Array,
+    v_BJSC: jax.Array,
     ranges: Ranges,
     *,
     scale: float,
     soft_cap: float = 0.0,
-) -> chex.Array:
+) -> jax.Array:
     """Attends from a few new queries over the KV cache (keys major over time, so that no copy is made on a step).
 
     ranges: [B, O] per query, in cache indices.

@@ -4,14 +4,13 @@ The rule never shows a query a key behind it (hi <= q + 1 for trunks, branches, 
 keys after a chunk are skipped statically: about half of the work, and scores of [chunk, keys] instead of [T, T].
 """
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from rsi_jax.kernels.attention import reference
 
 
-def attention(q_BTHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float, chunk: int = 128) -> chex.Array:
+def attention(q_BTHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float, chunk: int = 128) -> jax.Array:
     """Same result as the reference for rows whose ranges look back only; T queries on T keys."""
     B, T, H, C = q_BTHC.shape
     J = k_BJSC.shape[1]
@@ -27,7 +26,7 @@ def attention(q_BTHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float, 
     return out_BJGTC.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C).astype(q_BTHC.dtype)
 
 
-def _chunk(q_BJGTC, k_BJSC, v_BJSC, mask_BTS, soft_cap: float) -> chex.Array:
+def _chunk(q_BJGTC, k_BJSC, v_BJSC, mask_BTS, soft_cap: float) -> jax.Array:
     B, J, G, T, C = q_BJGTC.shape
     logit = jnp.einsum("bjmc,bjsc->bjms", q_BJGTC.reshape(B, J, G * T, C), k_BJSC, preferred_element_type=jnp.float32)
     logit = logit.reshape(B, J, G, T, -1)

@@ -1,18 +1,17 @@
 """Reference attention: O(T^2) memory, the definition that every kernel is held to."""
 
-import chex
 import jax
 import jax.numpy as jnp
 
 
-def visible(ranges, keys: int) -> chex.Array:
+def visible(ranges, keys: int) -> jax.Array:
     """Materialises visible(q, k) as a boolean [B, T, keys]."""
     lo1, hi1, lo2, hi2 = (x[..., None] for x in ranges)
     k = jnp.arange(keys)
     return ((lo1 <= k) & (k < hi1)) | ((lo2 <= k) & (k < hi2))
 
 
-def attention(q_BTHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float) -> chex.Array:
+def attention(q_BTHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float) -> jax.Array:
     """softmax over the visible keys in float32; a query that sees nothing returns exactly 0."""
     B, T, H, C = q_BTHC.shape
     J, S = k_BJSC.shape[1:3]

@@ -16,11 +16,11 @@ NAMES = ("forward_kl", "reverse_kl", "jsd", "sampled")
 
 
 def divergence(
-    student_ND: chex.Array,
-    student_DV: chex.Array,
-    teacher_ND: chex.Array,
-    teacher_DV: chex.Array,
-    target_N: chex.Array,
+    student_ND: jax.Array,
+    student_DV: jax.Array,
+    teacher_ND: jax.Array,
+    teacher_DV: jax.Array,
+    target_N: jax.Array,
     *,
     name: str = "forward_kl",
     alpha: float = 0.5,
@@ -29,7 +29,7 @@ def divergence(
     temperature: float = 1.0,
     soft_cap: float = 0.0,
     chunk: int = 512,
-) -> chex.Array:
+) -> jax.Array:
     """Computes the divergence per token [N], nats, float32, from hidden states and unembeddings (shared or separate).
 
     target_N: the sampled tokens (used by 'sampled' only).
@@ -48,15 +48,15 @@ def divergence(
 
 
 def from_logits(
-    student_NV: chex.Array,
-    teacher_NV: chex.Array,
-    target_N: chex.Array,
+    student_NV: jax.Array,
+    teacher_NV: jax.Array,
+    target_N: jax.Array,
     *,
     name: str = "forward_kl",
     alpha: float = 0.5,
     top_k: int = 0,
     clip: float = 0.0,
-) -> chex.Array:
+) -> jax.Array:
     """Computes the divergence per token from logits [N, V].
 
     name: one of NAMES.
@@ -83,7 +83,7 @@ def from_logits(
     return jnp.minimum(value_N, clip) if clip else value_N
 
 
-def _exact(log_s, log_t, name: str, alpha: float) -> chex.Array:
+def _exact(log_s, log_t, name: str, alpha: float) -> jax.Array:
     if name == "forward_kl":
         return _kl(log_t, log_s)
     if name == "reverse_kl":
@@ -95,7 +95,7 @@ def _exact(log_s, log_t, name: str, alpha: float) -> chex.Array:
     return mixed / (4.0 * alpha * (1.0 - alpha))
 
 
-def _kl(log_p, log_q) -> chex.Array:
+def _kl(log_p, log_q) -> jax.Array:
     present = log_p > -1e30  # an empty bucket has no mass: 0 log 0 = 0, and no gradient
     safe_p = jnp.where(present, log_p, 0.0)
     safe_q = jnp.where(present, log_q, 0.0)

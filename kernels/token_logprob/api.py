@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 
-def logits_of(hidden_ND: chex.Array, unembed_DV: chex.Array, *, temperature: float = 1.0, soft_cap: float = 0.0):
+def logits_of(hidden_ND: jax.Array, unembed_DV: jax.Array, *, temperature: float = 1.0, soft_cap: float = 0.0):
     """Computes float32 logits [N, V] with the soft cap and the temperature applied (temperature inside the softmax)."""
     logit_NV = jnp.einsum("nd,dv->nv", hidden_ND, unembed_DV, preferred_element_type=jnp.float32)
     if soft_cap:
@@ -14,14 +14,14 @@ def logits_of(hidden_ND: chex.Array, unembed_DV: chex.Array, *, temperature: flo
 
 
 def token_logprob(
-    hidden_ND: chex.Array,
-    unembed_DV: chex.Array,
-    target_N: chex.Array,
+    hidden_ND: jax.Array,
+    unembed_DV: jax.Array,
+    target_N: jax.Array,
     *,
     temperature: float = 1.0,
     soft_cap: float = 0.0,
     chunk: int = 512,
-) -> tuple[chex.Array, chex.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Scores target tokens: log softmax(h W / temperature)[target] and the entropy, in nats, float32.
 
     chunk: tokens scored at a time; memory is chunk * V * 4 bytes, forward and backward.
@@ -38,7 +38,7 @@ def token_logprob(
     return over_chunks(score, chunk, hidden_ND, target_N)
 
 
-def over_chunks(fn, chunk: int, *arrays: chex.Array):
+def over_chunks(fn, chunk: int, *arrays: jax.Array):
     """Maps `fn` over chunks of the leading axis, one at a time, with recomputation in the backward pass."""
     count = arrays[0].shape[0]
     if count <= chunk:

@@ -5,7 +5,6 @@ tokens do not advance time. A rollout that its environment ended has nothing aft
 (finish LENGTH) bootstraps from the critic, at the last place where it was asked: before the last sampled token.
 """
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -98,7 +97,7 @@ def _check_knobs(name: str, discount: float, lambda_: float, scale: str) -> None
         raise base.InputError(f"credit.{name}: discount and lambda_ must be in [0, 1], got {discount} and {lambda_}")
 
 
-def _values(rollout: base.Rollout) -> chex.Array:
+def _values(rollout: base.Rollout) -> jax.Array:
     return jax.lax.stop_gradient(masked.zero(rollout.value_BT, rollout.mask_BT))
 
 
@@ -109,7 +108,7 @@ def _table(rollout: base.Rollout) -> turns.Turns:
 
 
 def _credit(
-    rollout: base.Rollout, table: turns.Turns, adv_BT: chex.Array, target_BT: chex.Array, scale: str
+    rollout: base.Rollout, table: turns.Turns, adv_BT: jax.Array, target_BT: jax.Array, scale: str
 ) -> base.Credit:
     """Masks, scales and reports. A rollout that does not count has the critic itself as target: no error to learn."""
     counted_B1 = rewards.counted_B(rollout)[:, None]

@@ -22,7 +22,7 @@ def textual_feedback(
     rollout: base.Rollout,
     *,
     inner: base.CreditFn,
-    weight: chex.Array | float = 1.0,
+    weight: jax.Array | float = 1.0,
     divergence: str = "forward_kl",
     alpha: float = 0.5,
     top_k: int = 0,
@@ -76,7 +76,7 @@ def locator_penalty(
     rollout: base.Rollout,
     *,
     inner: base.CreditFn,
-    penalty: chex.Array | float = 1.0,
+    penalty: jax.Array | float = 1.0,
     failed_only: bool = False,
     success_return: float | None = None,
 ) -> base.Credit:
@@ -126,11 +126,11 @@ def _check_divergence(name: str, alpha: float, top_k: int, clip: float, temperat
         )
 
 
-def _present(rollout: base.Rollout) -> chex.Array:
+def _present(rollout: base.Rollout) -> jax.Array:
     return (rollout.views.weight_K > 0) & (rollout.views.span_length_K > 0)
 
 
-def _used(rollout: base.Rollout, failed_only: bool, success_return: float | None) -> chex.Array:
+def _used(rollout: base.Rollout, failed_only: bool, success_return: float | None) -> jax.Array:
     """True for the views that count."""
     open_B = rewards.counted_B(rollout)
     if failed_only and success_return is None:
@@ -141,7 +141,7 @@ def _used(rollout: base.Rollout, failed_only: bool, success_return: float | None
     return _present(rollout) & open_B[rollout.views.rollout_K]
 
 
-def _covered(rollout: base.Rollout, used_K: chex.Array) -> chex.Array:
+def _covered(rollout: base.Rollout, used_K: jax.Array) -> jax.Array:
     """True on the tokens of at least one used span."""
     views = rollout.views
     B, T = rollout.tokens_BT.shape
@@ -152,7 +152,7 @@ def _covered(rollout: base.Rollout, used_K: chex.Array) -> chex.Array:
     return jnp.cumsum(edge_BT, axis=1)[:, :T] > 0
 
 
-def _view_metrics(rollout: base.Rollout, used_K: chex.Array) -> dict[str, chex.Array]:
+def _view_metrics(rollout: base.Rollout, used_K: jax.Array) -> dict[str, jax.Array]:
     """Counts views: given, used, gated (given but not used), and the share of trained rollouts with a used view."""
     B = rollout.tokens_BT.shape[0]
     present_K = _present(rollout)

@@ -5,7 +5,6 @@ whose returns agree to 1e-6, or with one counted rollout, gives exactly 0. R is 
 every sampled token of every turn gets its rollout's advantage, unless said otherwise.
 """
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -120,12 +119,12 @@ def centred_return_to_go(rollout: base.Rollout, *, discount: float = 1.0) -> bas
     return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT))
 
 
-def _centred(rollout: base.Rollout) -> chex.Array:
+def _centred(rollout: base.Rollout) -> jax.Array:
     """R - mean R over the group; exactly 0 for rows, groups and singletons without signal."""
     deviation_B = rollout.return_B - masked.group_mean(rollout.return_B, rollout.group_B, rollout.weight_B)
     return masked.zero(deviation_B, rewards.dynamic_sampling_keep(rollout))
 
 
-def _credit(rollout: base.Rollout, adv_B: chex.Array) -> base.Credit:
+def _credit(rollout: base.Rollout, adv_B: jax.Array) -> base.Credit:
     adv_BT = rewards.to_tokens(rollout, adv_B)
     return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT))

@@ -24,7 +24,7 @@ def check(rollout: base.Rollout, *columns: str) -> None:
         chex.assert_equal_shape([rollout.value_BT, rollout.tokens_BT])
 
 
-def counted_B(rollout: base.Rollout) -> chex.Array:
+def counted_B(rollout: base.Rollout) -> jax.Array:
     """True for the rollouts that credit reads: weight > 0 and a finite return.
 
     The others get advantage 0 and enter no baseline (a failed sibling must not shift it; one NaN must not poison it).
@@ -32,7 +32,7 @@ def counted_B(rollout: base.Rollout) -> chex.Array:
     return masked.counted(rollout.return_B, rollout.weight_B)
 
 
-def dynamic_sampling_keep(rollout: base.Rollout, *, spread: float = masked.SPREAD) -> chex.Array:
+def dynamic_sampling_keep(rollout: base.Rollout, *, spread: float = masked.SPREAD) -> jax.Array:
     """Tells which rollouts belong to a group that can teach: max - min of its returns > spread.
 
     False for groups that agree (all right, all wrong), for singletons and for rows that are not counted. Use it to
@@ -83,13 +83,13 @@ def overlong_shaping(rollout: base.Rollout, *, max_length: int, buffer: int, pen
     return rollout.replace(segments=segments.replace(reward_BS=reward_BS))
 
 
-def to_tokens(rollout: base.Rollout, adv_B: chex.Array) -> chex.Array:
+def to_tokens(rollout: base.Rollout, adv_B: jax.Array) -> jax.Array:
     """Gives every sampled token of a counted rollout the advantage of its rollout; 0 elsewhere; no gradient."""
     kept_BT = rollout.mask_BT & counted_B(rollout)[:, None]
     return jax.lax.stop_gradient(jnp.where(kept_BT, adv_B[:, None], 0.0).astype(jnp.float32))
 
 
-def report(rollout: base.Rollout, adv_BT: chex.Array) -> dict[str, chex.Array]:
+def report(rollout: base.Rollout, adv_BT: jax.Array) -> dict[str, jax.Array]:
     """Counts what taught nothing; every credit function logs these.
 
     Returns:

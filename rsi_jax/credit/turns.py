@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-import chex
+import jax
 import jax.numpy as jnp
 
 from rsi_jax import base
@@ -18,13 +18,13 @@ class Turns(NamedTuple):
     discount_S   float32  product of their discounts; after the last turn 0, unless the rollout was truncated there.
     """
 
-    used_S: chex.Array
-    first_S: chex.Array
-    last_S: chex.Array
-    reward_S: chex.Array
-    discount_S: chex.Array
+    used_S: jax.Array
+    first_S: jax.Array
+    last_S: jax.Array
+    reward_S: jax.Array
+    discount_S: jax.Array
 
-    def end(self, x_T: chex.Array) -> chex.Array:
+    def end(self, x_T: jax.Array) -> jax.Array:
         """Reads a token column at the last sampled token; 0 if the rollout has none."""
         last = jnp.max(jnp.where(self.used_S, self.last_S, -1))
         return jnp.where(last >= 0, x_T[jnp.maximum(last, 0)], 0.0)
@@ -62,6 +62,6 @@ def table(segments: base.Segments) -> Turns:
     )
 
 
-def to_tokens(x_S: chex.Array, turn_T: chex.Array) -> chex.Array:
+def to_tokens(x_S: jax.Array, turn_T: jax.Array) -> jax.Array:
     """Gives each token the value of its turn; that of turn 0 where there is none (mask it)."""
     return x_S[jnp.maximum(turn_T, 0)]

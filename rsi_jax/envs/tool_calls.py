@@ -64,7 +64,7 @@ class ToolCalls:
     horizon: int = 64
     goals: int = 0
     slack: int = 0
-    listed: int = 8
+    listed: int = 6
     late: bool = True
     penalty: float = 0.02
 

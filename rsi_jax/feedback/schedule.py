@@ -1,20 +1,20 @@
 """How much: the weight of feedback over time, remembered in TrainState.aux and advanced beside the variant."""
 
-import chex
+import jax
 import jax.numpy as jnp
 
 
-def init() -> dict[str, chex.Array]:
+def init() -> dict[str, jax.Array]:
     """Starts the memory: success (a running mean of the outcome), gain (the hint gain last measured; NaN = never)."""
     return {"success": jnp.zeros(()), "gain": jnp.full((), jnp.nan)}
 
 
-def learn(aux, success: chex.Array, *, rate: float = 0.3):
+def learn(aux, success: jax.Array, *, rate: float = 0.3):
     """Advances the running mean of success with the share of successes of a batch."""
     return dict(aux) | {"success": aux["success"] + rate * (success - aux["success"])}
 
 
-def scale(aux, step, *, warmup: int, decay: int, off_at: float, min_gain: float) -> chex.Array:
+def scale(aux, step, *, warmup: int, decay: int, off_at: float, min_gain: float) -> jax.Array:
     """Computes the factor on feedback, in [0, 1].
 
     Rises linearly over `warmup` updates; falls linearly to 0 over `decay` updates (0 = never); 0 once the running

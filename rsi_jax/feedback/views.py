@@ -7,7 +7,6 @@ its own, prefix, hint, span.
 
 from collections.abc import Sequence
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +70,7 @@ def build(
     )
 
 
-def reread(tokens_BT: chex.Array, views: base.Views) -> tuple[chex.Array, chex.Array]:
+def reread(tokens_BT: jax.Array, views: base.Views) -> tuple[jax.Array, jax.Array]:
     """Makes the rows that the teacher reads: trunk[:insert_at], hint, trunk[insert_at : span end].
 
     Returns: (tokens_KW with W = T + N, length_K; 0 for unused views).
@@ -90,7 +89,7 @@ def reread(tokens_BT: chex.Array, views: base.Views) -> tuple[chex.Array, chex.A
     return jnp.where(place_KW < length_K[:, None], tokens_KW, 0), length_K
 
 
-def span_mask(views: base.Views, span: int) -> chex.Array:
+def span_mask(views: base.Views, span: int) -> jax.Array:
     """True on the scored tokens of each view [K, U]; U = `span`.
 
     A span token at trunk index 0 has no prediction; it is masked.
@@ -100,25 +99,25 @@ def span_mask(views: base.Views, span: int) -> chex.Array:
     return (offset_U < views.span_length_K[:, None]) & (first_K > 0)
 
 
-def _take(states_RTD: chex.Array, row_K: chex.Array, at_KU: chex.Array) -> chex.Array:
+def _take(states_RTD: jax.Array, row_K: jax.Array, at_KU: jax.Array) -> jax.Array:
     return states_RTD[row_K[:, None], jnp.clip(at_KU, 0, states_RTD.shape[1] - 1)]
 
 
-def _take_span(states_RTD: chex.Array, row_K: chex.Array, first_K: chex.Array, span: int) -> chex.Array:
+def _take_span(states_RTD: jax.Array, row_K: jax.Array, first_K: jax.Array, span: int) -> jax.Array:
     return _take(states_RTD, row_K, first_K[:, None] + jnp.arange(span))
 
 
-def span_tokens(tokens_BT: chex.Array, views: base.Views, span: int) -> chex.Array:
+def span_tokens(tokens_BT: jax.Array, views: base.Views, span: int) -> jax.Array:
     """The sampled tokens of each span [K, U]."""
     return _take_span(tokens_BT[..., None], views.rollout_K, views.span_start_K, span)[..., 0]
 
 
-def student_states(hidden_BTD: chex.Array, views: base.Views, span: int) -> chex.Array:
+def student_states(hidden_BTD: jax.Array, views: base.Views, span: int) -> jax.Array:
     """The states on the trunk that predict each span token, without the hint [K, U, D]."""
     return _take_span(hidden_BTD, views.rollout_K, views.span_start_K - 1, span)
 
 
-def pack(tokens_BT: chex.Array, length_B: chex.Array, views: base.Views):
+def pack(tokens_BT: jax.Array, length_B: jax.Array, views: base.Views):
     """Packs every rollout and its views into one row: the trunk, then a branch per view.
 
     A branch is the hint and a copy of trunk[insert_at : span end]; its positions run on from insert_at. It sees the
@@ -155,7 +154,7 @@ def pack(tokens_BT: chex.Array, length_B: chex.Array, views: base.Views):
     return row(tokens_BT, tokens_KW), row(positions_BT, jnp.broadcast_to(at_K1 + offset_W, (K, W))), ranges
 
 
-def teacher_states(params, config: transformer.Config, rollout: base.Rollout, span: int) -> chex.Array:
+def teacher_states(params, config: transformer.Config, rollout: base.Rollout, span: int) -> jax.Array:
     """The teacher's states that predict each span token, with the hint before it [K, U, D]; no gradient.
 
     One packed row per rollout (views.branch > 0), equal to reading each view on its own.

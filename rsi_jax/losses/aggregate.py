@@ -3,6 +3,7 @@
 import difflib
 
 import chex
+import jax
 import jax.numpy as jnp
 
 from rsi_jax import base, masked
@@ -11,14 +12,14 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
 
 
 def aggregate_weights(
-    mask_BT: chex.Array,
-    weight_B: chex.Array,
-    group_B: chex.Array,
+    mask_BT: jax.Array,
+    weight_B: jax.Array,
+    group_B: jax.Array,
     *,
     how: str = "token_mean",
     constant: float = 0.0,
-    signal_B: chex.Array | None = None,
-) -> chex.Array:
+    signal_B: jax.Array | None = None,
+) -> jax.Array:
     """Weighs each token so that a loss is Σ weight_BT * loss_BT, over the whole optimizer batch.
 
     With w the row weight, n its tokens; rows without tokens or with w = 0 enter no denominator:
@@ -63,14 +64,14 @@ def aggregate_weights(
     return jnp.where(mask_BT, (w_B * scale_B)[:, None], 0.0)
 
 
-def weighted_sum(x_BT: chex.Array, mask_BT: chex.Array, weight_BT: chex.Array) -> chex.Array:
+def weighted_sum(x_BT: jax.Array, mask_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:
     """Sums Σ weight_BT * x_BT over the mask: what turns a per-token loss into a loss."""
     chex.assert_rank([x_BT, mask_BT, weight_BT], 2)
     chex.assert_equal_shape([x_BT, mask_BT, weight_BT])
     return jnp.sum(masked.zero(x_BT, mask_BT) * masked.zero(weight_BT, mask_BT))
 
 
-def reciprocal(x: chex.Array) -> chex.Array:
+def reciprocal(x: jax.Array) -> jax.Array:
     """1 / x, and 0 where x is 0: the scale of an empty sum."""
     return jnp.where(x > 0, 1.0 / jnp.where(x > 0, x, 1.0), 0.0)
 

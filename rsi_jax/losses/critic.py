@@ -9,14 +9,14 @@ from rsi_jax.losses import aggregate
 
 
 def value_loss(
-    value_BT: chex.Array,
-    old_value_BT: chex.Array,
-    target_BT: chex.Array,
-    mask_BT: chex.Array,
-    weight_BT: chex.Array,
+    value_BT: jax.Array,
+    old_value_BT: jax.Array,
+    target_BT: jax.Array,
+    mask_BT: jax.Array,
+    weight_BT: jax.Array,
     *,
     clip: float = 0.0,
-) -> tuple[chex.Array, dict[str, chex.Array]]:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Regression of the critic: Σ weight_BT * ½ max((V - G)², (clip(V, V_old +- c) - G)²).
 
     With c = 0: the plain squared error ½ (V - G)².

@@ -12,8 +12,8 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 
 
 def kl_penalty_BT(
-    logp_BT: chex.Array, ref_logp_BT: chex.Array, mask_BT: chex.Array, *, estimator: str = "k3+"
-) -> chex.Array:
+    logp_BT: jax.Array, ref_logp_BT: jax.Array, mask_BT: jax.Array, *, estimator: str = "k3+"
+) -> jax.Array:
     """Estimates KL(π || ref) at each sampled token, with d = log π - log ref:
 
       k1   d                    unbiased value; its gradient is 0 in expectation: for rewards, not for a loss

@@ -18,7 +18,7 @@ RATIO_LEVELS = ("token", "sequence", "product")
 SURROGATES = ("ppo", "gspo", "cispo")
 
 
-def log_ratio(logp_BT: chex.Array, old_logp_BT: chex.Array, mask_BT: chex.Array, *, level: str = "token") -> chex.Array:
+def log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, mask_BT: jax.Array, *, level: str = "token") -> jax.Array:
     """Log-ratio of policy to sampler at each token, in nats, clamped at +-20.
 
       token     log π(y_t) - log μ(y_t)
@@ -55,13 +55,13 @@ def log_ratio(logp_BT: chex.Array, old_logp_BT: chex.Array, mask_BT: chex.Array,
 
 
 def ppo_clip(
-    log_ratio_BT: chex.Array,
-    adv_BT: chex.Array,
+    log_ratio_BT: jax.Array,
+    adv_BT: jax.Array,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float = 0.0,
-) -> tuple[chex.Array, chex.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Clipped surrogate: -min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 never above -c A.
 
     With high > low: DAPO's clip-higher; with sequence log-ratios: GSPO; with low = 1, high = inf: plain importance
@@ -92,13 +92,13 @@ def ppo_clip(
 
 
 def cispo(
-    log_ratio_BT: chex.Array,
-    logp_BT: chex.Array,
-    adv_BT: chex.Array,
+    log_ratio_BT: jax.Array,
+    logp_BT: jax.Array,
+    adv_BT: jax.Array,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-) -> tuple[chex.Array, chex.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Clipped importance weights that never cut a gradient: -sg(clip(r, 1 - low, 1 + high)) A log π.
 
     With low = high = inf: REINFORCE with importance weights; with both 0: REINFORCE without.
@@ -120,18 +120,18 @@ def cispo(
 
 
 def policy_loss(
-    logp_BT: chex.Array,
-    old_logp_BT: chex.Array,
-    adv_BT: chex.Array,
-    mask_BT: chex.Array,
-    weight_BT: chex.Array,
+    logp_BT: jax.Array,
+    old_logp_BT: jax.Array,
+    adv_BT: jax.Array,
+    mask_BT: jax.Array,
+    weight_BT: jax.Array,
     *,
     surrogate: str = "ppo",
     ratio_level: str = "",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float = 0.0,
-) -> tuple[chex.Array, dict[str, chex.Array]]:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Policy loss of a micro-batch: Σ weight_BT * surrogate(log-ratio at the level, advantage).
 
     Args:
@@ -169,7 +169,7 @@ def policy_loss(
     return aggregate.weighted_sum(loss_BT, mask_BT, weight_BT), sums
 
 
-def _off_policy_sums(log_ratio_BT: chex.Array, clipped_BT: chex.Array, mask_BT: chex.Array) -> dict[str, chex.Array]:
+def _off_policy_sums(log_ratio_BT: jax.Array, clipped_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
     log_ratio_BT = jax.lax.stop_gradient(log_ratio_BT)
     ratio_BT = jnp.exp(log_ratio_BT)
     return {
@@ -183,7 +183,7 @@ def _off_policy_sums(log_ratio_BT: chex.Array, clipped_BT: chex.Array, mask_BT: 
     }
 
 
-def summarise(sums: Mapping[str, chex.Array]) -> dict[str, chex.Array]:
+def summarise(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Finishes the off-policy sums of `policy_loss` into metrics, over all micro-batches.
 
     Args:
@@ -211,8 +211,8 @@ def summarise(sums: Mapping[str, chex.Array]) -> dict[str, chex.Array]:
 
 
 def importance_weights(
-    log_ratio_BT: chex.Array, mask_BT: chex.Array, *, high: float, low: float = 0.0, outside: str = "truncate"
-) -> chex.Array:
+    log_ratio_BT: jax.Array, mask_BT: jax.Array, *, high: float, low: float = 0.0, outside: str = "truncate"
+) -> jax.Array:
     """Weights that correct for a sampler that differs from the policy (its engine, or its age); no gradient.
 
     truncate: clip(r, low, high), TIS; mask: r where low <= r <= high, else 0, IcePop. Multiply weight_BT by them.
@@ -240,7 +240,7 @@ def importance_weights(
     return jax.lax.stop_gradient(masked.zero(kept_BT, mask_BT))
 
 
-def entropy_bonus(entropy_BT: chex.Array, mask_BT: chex.Array, weight_BT: chex.Array, *, coef: float) -> chex.Array:
+def entropy_bonus(entropy_BT: jax.Array, mask_BT: jax.Array, weight_BT: jax.Array, *, coef: float) -> jax.Array:
     """Loss that rewards entropy: -coef Σ weight_BT * H_BT, with H in nats and coef >= 0."""
     return -coef * aggregate.weighted_sum(entropy_BT, mask_BT, weight_BT)
 

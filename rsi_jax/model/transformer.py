@@ -242,7 +242,7 @@ def _merge(config: Config, params: Params) -> Decoder:
     return nnx.merge(_graphdef(config), nnx.State(params))
 
 
-def init(config: Config, key: chex.PRNGKey) -> Params:
+def init(config: Config, key: jax.Array) -> Params:
     """Makes fresh float32 parameters: a nested dict of arrays. The key is consumed."""
     return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key)), nnx.Param))
 
@@ -250,12 +250,12 @@ def init(config: Config, key: chex.PRNGKey) -> Params:
 def hidden_states(
     params: Params,
     config: Config,
-    tokens_BT: chex.Array,
-    positions_BT: chex.Array,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
     ranges: attention_op.Ranges,
     *,
     remat: bool = False,
-) -> chex.Array:
+) -> jax.Array:
     """Reads whole rows: final hidden states [B, T, D], float32; position t predicts token t + 1.
 
     remat: recompute each layer in the backward pass (memory for time).
@@ -275,11 +275,11 @@ def new_cache(config: Config, rows: int, capacity: int) -> Cache:
 def extend(
     params: Params,
     config: Config,
-    tokens_BO: chex.Array,
-    cached_B: chex.Array,
-    chunk_length_B: chex.Array,
+    tokens_BO: jax.Array,
+    cached_B: jax.Array,
+    chunk_length_B: jax.Array,
     cache: Cache,
-) -> tuple[chex.Array, Cache]:
+) -> tuple[jax.Array, Cache]:
     """Appends up to O tokens per row to the cache and returns their final hidden states [B, O, D] and the new cache.
 
     cached_B: tokens already in the cache. chunk_length_B: tokens of the chunk in use, 0 = the row is left as it is.
@@ -287,11 +287,11 @@ def extend(
     return _merge(config, params).extend(tokens_BO, cached_B, chunk_length_B, cache)
 
 
-def unembedding(params: Params) -> chex.Array:
+def unembedding(params: Params) -> jax.Array:
     """Returns the unembedding as [D, V] (the transposed embedding when tied)."""
     return params["unembed"]["kernel"] if "unembed" in params else params["embed"]["embedding"].T
 
 
-def values(params: Params, hidden_BTD: chex.Array) -> chex.Array:
+def values(params: Params, hidden_BTD: jax.Array) -> jax.Array:
     """Reads the critic: one value per position [B, T], float32."""
     return (hidden_BTD @ params["value_head"]["kernel"] + params["value_head"]["bias"])[..., 0]

@@ -5,7 +5,6 @@ import math
 import pathlib
 from collections.abc import Callable, Sequence
 
-import chex
 import jax
 import numpy as np
 
@@ -174,7 +173,7 @@ def regain(
     texts: Sequence[str],
     rules,
     *,
-    key: chex.PRNGKey,
+    key: jax.Array,
 ) -> float:
     """Samples each located turn once more with the hint before it: the share that the rule no longer finds.
 

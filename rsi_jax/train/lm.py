@@ -11,7 +11,6 @@ import pathlib
 import random
 from typing import Any, NamedTuple
 
-import chex
 import grain.python as grain
 import jax
 import jax.numpy as jnp
@@ -143,7 +142,7 @@ def batches(knobs, make_env, chat: Chat, seed: int):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk", "remat"))
-def packed_loss(params, batch: dict[str, chex.Array], *, config: transformer.Config, chunk: int, remat: bool):
+def packed_loss(params, batch: dict[str, jax.Array], *, config: transformer.Config, chunk: int, remat: bool):
     """Mean negative log-prob of the predicted tokens over the whole batch, nats, and their number."""
     tokens_BT, segment_BT, positions_BT = batch["tokens"], batch["tokens_segment_ids"], batch["tokens_positions"]
     B, T = tokens_BT.shape

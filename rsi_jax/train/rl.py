@@ -67,7 +67,9 @@ def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int):
             continue
         order = np.random.default_rng([config.seed, step, epoch]).permutation(B)
         for rows in np.split(order, parts):
-            yield take(rollout, credit, np.sort(rows))
+            part, scores = take(rollout, credit, np.sort(rows))
+            group_B = np.unique(np.asarray(part.group_B), return_inverse=True)[1].astype(np.int32)  # ids in [0, rows)
+            yield part.replace(group_B=group_B), scores
 
 
 class Trainer:

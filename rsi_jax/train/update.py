@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -48,7 +47,7 @@ class Objective:
     remat: bool = False
 
 
-def token_weights(rollout: base.Rollout, objective: Objective) -> chex.Array:
+def token_weights(rollout: base.Rollout, objective: Objective) -> jax.Array:
     """Pre-scales every token over the whole optimizer batch, so that any micro-batching sums to the same loss."""
     return losses.aggregate_weights(
         rollout.mask_BT,
@@ -181,7 +180,7 @@ def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credi
     return grads, sums, ratios, row_B.T.reshape(-1), view_sums
 
 
-def _dot(a, b) -> chex.Array:
+def _dot(a, b) -> jax.Array:
     return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
