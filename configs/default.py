@@ -80,7 +80,8 @@ def _rl():
     c.minibatches = 1  # updates per pass
     c.micro_batch = 0  # rollouts per forward, 0 = the whole minibatch; any value gives the same gradient
     c.dynamic_rounds = 0  # DAPO: rounds of resampling groups without signal, 0 = off
-    c.overlong_buffer = 0  # DAPO: tokens before the turn budget over which a length penalty grows to 1, 0 = off
+    c.overlong_buffer = 0  # DAPO: sampled tokens before overlong_length over which a penalty grows to 1, 0 = off
+    c.overlong_length = 0  # sampled tokens of a rollout at which the whole penalty is due
     c.stop_at = 2.0  # end the stage when the running success reaches this, 2 = never
     c.max_generated = 0  # end the stage after this many sampled tokens, 0 = no limit
     c.max_minutes = 0.0  # end the stage after this wall time, 0 = no limit

@@ -73,7 +73,6 @@ def annotate(
         logp_BT, _ = token_logp(ref, config, hidden_BTD, rollout, temperature=temperature, chunk=chunk)
         add["ref_logp_BT"] = jnp.where(mask_BT, logp_BT, 0.0)
     if "view_logp_KU" in columns:
-        base.require(rollout, "views")
         add["view_logp_KU"] = _view_logp(
             params if teacher is None else teacher, config, rollout, span, temperature, chunk
         )
@@ -81,7 +80,7 @@ def annotate(
 
 
 def _view_logp(teacher, config, rollout: base.Rollout, span: int, temperature: float, chunk: int) -> jax.Array:
-    views = rollout.views
+    views = base.given(rollout.views, "views")
     states_KUD = views_lib.teacher_states(teacher, config, rollout, span)
     K, U, D = states_KUD.shape
     logp_N, _ = token_logprob.token_logprob(

@@ -8,6 +8,7 @@ Dimension key (array names end in these letters):
 Log-probs are natural logs (nats), float32, and 0 where a token was not sampled by the policy.
 Masks are boolean, True = keep. Token ids never tell what a token is: kinds, lengths and finish reasons come from
 `Segments`, which the sampler fills (a pad id may equal the end-of-sequence id).
+Columns are typed jax.Array; on the host the same fields hold numpy arrays, which every jax function takes as well.
 """
 
 import dataclasses
@@ -270,6 +271,18 @@ def require(rollout: Rollout, *columns: str) -> None:
     """
     missing = [name for name in columns if getattr(rollout, name) is None]
     if missing:
-        raise ValueError(
-            f"rollout has no column {', '.join(missing)}: add it in annotate (scored) or feedback.add (views)"
-        )
+        raise _missing(", ".join(missing))
+
+
+def given[Column](column: Column | None, name: str) -> Column:
+    """Returns an optional column of a rollout that a function needs: `require` for one, to be read.
+
+    Raises: as `require`.
+    """
+    if column is None:
+        raise _missing(name)
+    return column
+
+
+def _missing(names: str) -> ValueError:
+    return ValueError(f"rollout has no column {names}: add it in annotate (scored) or feedback.add (views)")

@@ -198,22 +198,24 @@ def to_rollout(episodes, *, capacity: int, segments: int) -> base.Rollout:
     kept = np.ones((B, T), np.float32)
     fill = dict(start=0, length=0, kind=base.PROMPT, reward=0.0, discount=1.0, finish=base.NOT_SAMPLED)
     fill |= dict(anchor=base.NO_ANCHOR, parent=base.NO_PARENT)
-    table = {k: np.full((B, S), v, np.float32 if isinstance(v, float) else np.int32) for k, v in fill.items()}
+    table: dict[str, Any] = {
+        f"{k}_BS": np.full((B, S), v, np.float32 if isinstance(v, float) else np.int32) for k, v in fill.items()
+    }
     for b, episode in enumerate(episodes):
         n = len(episode.transcript.tokens)
         tokens[b, :n], logp[b, :n], kept[b, :n] = episode.transcript.tokens, episode.logp, episode.kept
         for s, segment in enumerate(episode.segments):
             for name, value in segment.items():
-                table[name][b, s] = value
-    return base.Rollout(
+                table[f"{name}_BS"][b, s] = value
+    columns: dict[str, Any] = dict(
         tokens_BT=tokens,
         logp_BT=logp,
         kept_mass_BT=kept,
         group_B=np.array([episode.transcript.group for episode in episodes], np.int32),
-        segments=base.Segments(**{f"{name}_BS": array for name, array in table.items()}),
         weight_B=np.ones(B, np.float32),
         chain_B=np.arange(B, dtype=np.int32),
     )
+    return base.Rollout(segments=base.Segments(**table), **columns)
 
 
 def trim(rollout: base.Rollout, multiple: int = 64) -> base.Rollout:

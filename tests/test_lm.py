@@ -14,7 +14,7 @@ from rsi_jax.train import lm
 from tests import tiny
 
 CONFIG = tiny.config(vocab=tiny.CHAT.tokenizer.vocab_size, window=9)
-ROW = 48
+ROW = 100
 KNOBS = dict(data="demonstrations", path="", batch_rows=3, row_tokens=ROW, short_horizon=3, hinted_horizon=4)
 KNOBS |= dict(short_share=0.5, long_recall=False)
 

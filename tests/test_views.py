@@ -20,7 +20,7 @@ CONFIG = tiny.config(logit_soft_cap=5.0)
 B, T, PER, N, U = 4, 20, 2, 5, 4
 K, BRANCH = B * PER, T + N
 TEMPERATURE = 0.8
-OBJECTIVE = update.Objective(span=U, chunk=7)
+OBJECTIVE = update.Objective(span=U)
 PARAMS, OTHER = tiny.params(CONFIG, 0), tiny.params(CONFIG, 1)
 
 

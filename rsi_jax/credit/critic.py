@@ -98,7 +98,7 @@ def _check_knobs(name: str, discount: float, lambda_: float, scale: str) -> None
 
 
 def _values(rollout: base.Rollout) -> jax.Array:
-    return jax.lax.stop_gradient(masked.zero(rollout.value_BT, rollout.mask_BT))
+    return jax.lax.stop_gradient(masked.zero(base.given(rollout.value_BT, "value_BT"), rollout.mask_BT))
 
 
 def _table(rollout: base.Rollout) -> turns.Turns:

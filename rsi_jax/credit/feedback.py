@@ -57,18 +57,18 @@ def textual_feedback(
     Differs: hints stand at the located turn and only its span is scored; one weight per view, not per token, so a
       long span pulls no harder than a short one.
     """
-    _check(rollout)
+    views = _check(rollout)
     _check_divergence(divergence, alpha, top_k, clip, temperature)
     credit = inner(rollout)
     if credit.view_weight_K is not None:
         raise ValueError("textual_feedback wraps a credit function that uses views itself: give it another inner")
-    used_K = _used(rollout, failed_only, success_return)
+    used_K = _used(rollout, views, failed_only, success_return)
     n = jnp.maximum(masked.count(used_K), 1.0)
-    view_weight_K = weight * masked.zero(rollout.views.weight_K * rollout.views.polarity_K, used_K) / n
+    view_weight_K = weight * masked.zero(views.weight_K * views.polarity_K, used_K) / n
     return credit.replace(
         view_weight_K=jax.lax.stop_gradient(view_weight_K.astype(jnp.float32)),
         divergence=base.Divergence(name=divergence, alpha=alpha, top_k=top_k, clip=clip, temperature=temperature),
-        metrics={**credit.metrics, **_view_metrics(rollout, used_K)},
+        metrics={**credit.metrics, **_view_metrics(rollout, views, used_K)},
     )
 
 
@@ -94,22 +94,23 @@ def locator_penalty(
 
     Raises: ValueError without views.
     """
-    _check(rollout)
+    views = _check(rollout)
     credit = inner(rollout)
-    used_K = _used(rollout, failed_only, success_return)
-    located_BT = rollout.mask_BT & _covered(rollout, used_K)
+    used_K = _used(rollout, views, failed_only, success_return)
+    located_BT = rollout.mask_BT & _covered(rollout, views, used_K)
     adv_BT = jax.lax.stop_gradient(credit.adv_BT - jnp.where(located_BT, penalty, 0.0).astype(jnp.float32))
-    metrics = {**credit.metrics, **rewards.report(rollout, adv_BT), **_view_metrics(rollout, used_K)}
+    metrics = {**credit.metrics, **rewards.report(rollout, adv_BT), **_view_metrics(rollout, views, used_K)}
     metrics["penalised_tokens"] = masked.count(located_BT)
     return credit.replace(adv_BT=adv_BT, metrics=metrics)
 
 
-def _check(rollout: base.Rollout) -> None:
+def _check(rollout: base.Rollout) -> base.Views:
     rewards.check(rollout, "views")
-    views = rollout.views
+    views = base.given(rollout.views, "views")
     columns = [views.rollout_K, views.span_start_K, views.span_length_K, views.weight_K, views.polarity_K]
     chex.assert_rank(columns, 1)
     chex.assert_equal_shape(columns)
+    return views
 
 
 def _check_divergence(name: str, alpha: float, top_k: int, clip: float, temperature: float) -> None:
@@ -126,24 +127,23 @@ def _check_divergence(name: str, alpha: float, top_k: int, clip: float, temperat
         )
 
 
-def _present(rollout: base.Rollout) -> jax.Array:
-    return (rollout.views.weight_K > 0) & (rollout.views.span_length_K > 0)
+def _present(views: base.Views) -> jax.Array:
+    return (views.weight_K > 0) & (views.span_length_K > 0)
 
 
-def _used(rollout: base.Rollout, failed_only: bool, success_return: float | None) -> jax.Array:
+def _used(rollout: base.Rollout, views: base.Views, failed_only: bool, success_return: float | None) -> jax.Array:
     """True for the views that count."""
     open_B = rewards.counted_B(rollout)
-    if failed_only and success_return is None:
+    if failed_only and success_return is not None:
+        open_B &= rollout.return_B < success_return
+    elif failed_only:
         best_B = masked.group_max(rollout.return_B, rollout.group_B, rollout.weight_B)
         open_B &= rollout.return_B < best_B - masked.SPREAD
-    elif failed_only:
-        open_B &= rollout.return_B < success_return
-    return _present(rollout) & open_B[rollout.views.rollout_K]
+    return _present(views) & open_B[views.rollout_K]
 
 
-def _covered(rollout: base.Rollout, used_K: jax.Array) -> jax.Array:
+def _covered(rollout: base.Rollout, views: base.Views, used_K: jax.Array) -> jax.Array:
     """True on the tokens of at least one used span."""
-    views = rollout.views
     B, T = rollout.tokens_BT.shape
     edge_BT = jnp.zeros((B, T + 1), jnp.int32)
     edge_BT = edge_BT.at[views.rollout_K, views.span_start_K].add(used_K.astype(jnp.int32), mode="drop")
@@ -152,11 +152,11 @@ def _covered(rollout: base.Rollout, used_K: jax.Array) -> jax.Array:
     return jnp.cumsum(edge_BT, axis=1)[:, :T] > 0
 
 
-def _view_metrics(rollout: base.Rollout, used_K: jax.Array) -> dict[str, jax.Array]:
+def _view_metrics(rollout: base.Rollout, views: base.Views, used_K: jax.Array) -> dict[str, jax.Array]:
     """Counts views: given, used, gated (given but not used), and the share of trained rollouts with a used view."""
     B = rollout.tokens_BT.shape[0]
-    present_K = _present(rollout)
-    hinted_B = jnp.zeros(B, bool).at[rollout.views.rollout_K].max(used_K, mode="drop")
+    present_K = _present(views)
+    hinted_B = jnp.zeros(B, bool).at[views.rollout_K].max(used_K, mode="drop")
     return {
         "views": masked.count(present_K),
         "views_used": masked.count(used_K),

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rsi_jax import base
@@ -28,8 +29,8 @@ class Reply:
 
 
 class Env(Protocol):
-    """The protocol. Optional: `words()` (vocabulary of a word tokenizer), `demonstration(...)`, `held_out()`
-    (the same on tasks kept for evaluation). The module has `summary(transcripts)`."""
+    """The protocol. Optional: `words()` (vocabulary of a word tokenizer), `held_out()` (the same on tasks kept for
+    evaluation), and that of `Demonstrator`. The module has `summary(transcripts)`."""
 
     max_turns: int
 
@@ -39,6 +40,14 @@ class Env(Protocol):
 
     def step(self, state: Any, text: str, finish: int) -> tuple[Any, Reply]:
         """Acts: `text` is the sampled message without its stop token, `finish` says why it ended."""
+        ...
+
+
+class Demonstrator(Env, Protocol):
+    """An environment that can show how it is done, for the `lm` stage."""
+
+    def demonstration(self, seed: int, *, hinted: bool, train_bare: bool) -> Sequence[Any]:
+        """Plays a task: per turn what is `shown`, the `hint` before it or None, the `action`, whether to `train`."""
         ...
 
 

@@ -119,7 +119,8 @@ class Jsonl:
     max_turns = 1
 
     def __post_init__(self):
-        read(self.path), find_reward(self.reward)
+        read(self.path)
+        find_reward(self.reward)
         if self.held_out_path:
             read(self.held_out_path)
 

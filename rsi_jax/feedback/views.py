@@ -6,6 +6,7 @@ its own, prefix, hint, span.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,15 +60,15 @@ def build(
     needed_K = ints["hint_length"] + ints["span_start"] + ints["span_length"] - ints["insert_at"]
     if needed_K.max() > branch:
         raise base.InputError(f"a branch has {needed_K.max()} tokens: raise feedback.branch_tokens={branch}")
-    return base.Views(
-        branch=branch,
+    columns: dict[str, Any] = {f"{name}_K": array for name, array in ints.items()}
+    columns |= dict(
         rollout_K=np.repeat(np.arange(len(transcripts), dtype=np.int32), per_rollout),
         hint_KN=hint_KN,
         source_K=source,
         weight_K=weight,
         polarity_K=np.ones(K, np.float32),
-        **{f"{name}_K": array for name, array in ints.items()},
     )
+    return base.Views(branch=branch, **columns)
 
 
 def reread(tokens_BT: jax.Array, views: base.Views) -> tuple[jax.Array, jax.Array]:
@@ -159,7 +160,7 @@ def teacher_states(params, config: transformer.Config, rollout: base.Rollout, sp
 
     One packed row per rollout (views.branch > 0), equal to reading each view on its own.
     """
-    params, views = jax.lax.stop_gradient(params), rollout.views
+    params, views = jax.lax.stop_gradient(params), base.given(rollout.views, "views")
     if views.branch:
         rows_BR = pack(rollout.tokens_BT, rollout.length_B, views)
         hidden_RTD = transformer.hidden_states(params, config, *rows_BR)

@@ -62,9 +62,9 @@ def kl_in_reward(rollout: base.Rollout, *, coef: float, estimator: str = "k1") -
     Source: Ouyang et al. 2022 (https://arxiv.org/abs/2203.02155), eq. 2.
     Differs: the charge lands at the end of the action, where every reward lands, not at each token.
     """
-    base.require(rollout, "ref_logp_BT")
+    ref_logp_BT = base.given(rollout.ref_logp_BT, "ref_logp_BT")
     mask_BT = rollout.mask_BT
-    kl_BT = kl_penalty_BT(rollout.logp_BT, rollout.ref_logp_BT, mask_BT, estimator=estimator)
+    kl_BT = kl_penalty_BT(rollout.logp_BT, ref_logp_BT, mask_BT, estimator=estimator)
     segments = rollout.segments
     kl_BS = masked.segment_sum(kl_BT, rollout.segment_BT, segments=segments.start_BS.shape[1])
     charged = segments.replace(reward_BS=segments.reward_BS - coef * jax.lax.stop_gradient(kl_BS))

@@ -18,7 +18,7 @@ import jinja2.sandbox
 from rsi_jax import base
 from rsi_jax.model import tokenizer as tokenizer_lib
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 # Template of the tiny word models: the words of a message as they are; `<end>` ends an assistant message, and nothing
 # opens one, so the last word of a request itself predicts the answer.

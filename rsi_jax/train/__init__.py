@@ -137,7 +137,7 @@ def run(config, folder: pathlib.Path, *, policy_writer=None, defaults=None, prof
         metrics.Progress() as progress,
         loop.Profile(folder / "profile" if profile else None) as tracer,
     ):
-        state = loop.Run(folder, parts, None, metrics.Ledger(), progress, stop, tracer)
+        state = loop.Run(folder, parts, metrics.Ledger(), progress, stop, tracer)
         status = ""
         try:
             _run_stages(state, policy_writer)
@@ -168,7 +168,7 @@ def _run_stages(state: loop.Run, policy_writer) -> None:
             stage, trainer = _make_stage(state, number, params, policy_writer)
             final = loop.run_stage(state, stage, found)
             params, found = final.params, None
-        if trainer is not None:
+        if trainer is not None and final is not None:
             _measure(state, trainer, final, "after")
     state.results["ledger"] = state.ledger.state()
     state.results["digest"] = checkpoint.digest(final.replace(ref=None)) if final is not None else None

@@ -30,7 +30,7 @@ class Document(NamedTuple):
     train: np.ndarray
 
 
-def demonstration(env: envs.Env, chat: Chat, seed: int, *, hinted: bool, train_bare: bool) -> Document:
+def demonstration(env: envs.Demonstrator, chat: Chat, seed: int, *, hinted: bool, train_bare: bool) -> Document:
     """Renders one demonstration of the environment: the chosen actions are predicted, all else is context."""
     ids, train = [], []
     for i, step in enumerate(env.demonstration(seed, hinted=hinted, train_bare=train_bare)):

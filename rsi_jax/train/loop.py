@@ -66,7 +66,7 @@ class Run:
 
     folder: pathlib.Path
     parts: Parts
-    tracker: metrics.Tracker
+    tracker: metrics.Tracker = dataclasses.field(init=False, repr=False)
     ledger: metrics.Ledger
     progress: metrics.Progress
     stop: checkpoint.Stop

@@ -118,7 +118,7 @@ def headline(results: Mapping[str, Any], episodes: int) -> list[report.SummaryRo
         pair = [scores.get(measure.key) for scores in (before, after)]
         if all(value is None or value != value for value in pair):
             continue
-        counts = [scores.get("gain_turns") for scores in (before, after) if measure.key == "gain"]
+        counts = [scores.get("gain_turns") or 0 for scores in (before, after) if measure.key == "gain"]
         rows.append(
             report.SummaryRow(
                 measure.name,
@@ -152,7 +152,7 @@ def line(results: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     """The JSON line of experiments.train; null where a task has no such measure."""
     before, after = results.get("before") or {}, results.get("after") or {}
     ledger = results["ledger"]
-    perplexity = [scores.get("perplexity") for scores in (before, after)]
+    first, last = (scores.get("perplexity") for scores in (before, after))
     return {
         "success_before": before.get("success"),
         "success_after": after.get("success"),
@@ -161,7 +161,7 @@ def line(results: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
         "filler_correct_after": after.get("filler_correct"),
         "length_before": before.get("response_tokens"),
         "length_after": after.get("response_tokens"),
-        "perplexity_ratio": perplexity[1] / perplexity[0] if all(perplexity) else None,
+        "perplexity_ratio": last / first if first and last else None,
         "hint_gain": before.get("gain"),
         "generated_tokens": ledger["tokens"]["generated"],
         "wall_s": round(sum(ledger["seconds"].values()), 1),

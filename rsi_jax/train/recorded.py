@@ -152,10 +152,13 @@ def score(
     The model is its own teacher and its own reference. Rows are read `rl.micro_batch` at a time (0: 8).
     """
     credit_fn, needs = setup.bind_credit(config.credit)
+    turns = [turn for transcript in transcripts for turn in transcript.turns]
+    longest = max(turn.start + turn.length - turn.insert_at for turn in turns)
     writing = setup.make_writing(config)
+    writing = dataclasses.replace(writing, branch_tokens=samples.power_of_two(longest + writing.hint_tokens))
     rollout, written, _ = feedback.add(rollout, transcripts, chat, writing, seed="explain")
     columns = tuple(dict.fromkeys(("view_logp_KU", *(name for name in needs if name != "views"))))
-    span = samples.power_of_two(max(turn.length for transcript in transcripts for turn in transcript.turns))
+    span = samples.power_of_two(max(turn.length for turn in turns))
     how = dict(config=model, temperature=config.sample.temperature, chunk=config.compute.chunk)
     parts, entropies, count = [], [], config.rl.micro_batch or 8
     for rows in np.array_split(np.arange(len(transcripts)), -(-len(transcripts) // count)):
@@ -166,6 +169,7 @@ def score(
         parts.append(jax.device_get(part))
         entropies.append(np.asarray(entropy_BT))
     whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)
-    whole = whole.replace(views=whole.views.replace(rollout_K=rollout.views.rollout_K))
+    rollout_K = np.repeat(np.arange(len(transcripts), dtype=np.int32), writing.per_rollout)
+    whole = whole.replace(views=whole.views.replace(rollout_K=rollout_K))
     credit = jax.device_get(jax.jit(credit_fn)(whole))
     return samples.Batch(0, whole, credit, transcripts, written), np.concatenate(entropies)

@@ -18,6 +18,7 @@ import numpy as np
 
 from rsi_jax import annotate, base, feedback, losses, metrics, optim, sharding, store
 from rsi_jax import rollout as rollout_lib
+from rsi_jax.credit import rewards
 from rsi_jax.feedback import schedule, teacher, views
 from rsi_jax.model import transformer
 from rsi_jax.train import evaluate, lm, loop, samples, setup, update
@@ -109,23 +110,19 @@ class Trainer:
 
     def collect(self, state: base.TrainState, step: int):
         """Plays a batch; with dynamic sampling, groups without signal are played again, a bounded number of rounds."""
-        batch, rollout, transcripts, silent = None, None, None, set()
-        for attempt in range(1 + self.config.rl.dynamic_rounds):
+        key, batch, attempt = jax.random.fold_in(self.key, step), tasks(self.config, step), 0
+        rollout, transcripts = self._play(state.params, batch, jax.random.fold_in(key, attempt))
+        silent = _silent_groups(rollout)
+        while silent and attempt < self.config.rl.dynamic_rounds:
+            attempt += 1
+            dull = [row for row, task in enumerate(batch) if task.group in silent]
             drawn = tasks(self.config, step, attempt)
-            key = jax.random.fold_in(jax.random.fold_in(self.key, step), attempt)
-            if batch is None:
-                batch = drawn
-                rollout, transcripts = self._play(state.params, batch, key)
-            else:
-                dull = [row for row, task in enumerate(batch) if task.group in silent]
-                redo = [drawn[row] for row in dull]
-                again, texts = self._play(state.params, redo, key)
-                rollout = _put_rows(rollout, again, np.array(dull))
-                for row, text in zip(dull, texts, strict=True):
-                    transcripts[row] = text
+            redo = [drawn[row] for row in dull]
+            again, texts = self._play(state.params, redo, jax.random.fold_in(key, attempt))
+            rollout = _put_rows(rollout, again, np.array(dull))
+            for row, text in zip(dull, texts, strict=True):
+                transcripts[row] = text
             silent = _silent_groups(rollout)
-            if not silent:
-                break
         return rollout, transcripts, {"silent_groups": float(len(silent)), "dynamic_rounds": float(attempt)}
 
     def _play(self, params, batch, key):
@@ -157,6 +154,15 @@ class Trainer:
             chunk=self.objective.chunk,
             span=self.objective.span,
         )
+
+    def shape(self, rollout: base.Rollout) -> base.Rollout:
+        """Takes the KL to the reference and DAPO's soft length penalty off the rewards, where they are on."""
+        rl = self.config.rl
+        if rl.kl_in_reward:
+            rollout = losses.kl_in_reward(rollout, coef=rl.kl_in_reward, estimator="k1")
+        if rl.overlong_buffer:
+            rollout = rewards.overlong_shaping(rollout, max_length=rl.overlong_length, buffer=rl.overlong_buffer)
+        return rollout
 
     def keep_rollouts(self, rollout: base.Rollout, transcripts, step: int) -> None:
         """Archives the first rollouts of every n-th batch, under the step of its line in the metrics."""
@@ -200,8 +206,9 @@ class Trainer:
             schedule.scale(state.aux, step, warmup=f.warmup, decay=f.decay, off_at=f.off_at, min_gain=f.min_gain)
         )
         counts["feedback/scale"] = factor
-        views_K = rollout.views.replace(weight_K=rollout.views.weight_K * np.float32(factor))
-        self.run.ledger.add(hint=views.extra_tokens(views_K))
+        built = base.given(rollout.views, "views")
+        built = built.replace(weight_K=built.weight_K * np.float32(factor))
+        self.run.ledger.add(hint=views.extra_tokens(built))
         self.run.ledger.drop("located turns beyond feedback.per_rollout", int(counts["feedback/left_out"]))
         self.run.ledger.drop("located turns with an empty hint", int(counts["feedback/empty_hints"]))
         if written and "right" in transcripts[0].turns[0].info:
@@ -214,7 +221,7 @@ class Trainer:
             voice = state.params if state.teacher is None else state.teacher
             counts["feedback/teacher_right"] = bound(voice, texts=texts)
             counts["feedback/student_right"] = bound(state.params, texts=[""] * len(texts))
-        return rollout.replace(views=views_K), written, counts
+        return rollout.replace(views=built), written, counts
 
     def step(self, state: base.TrainState, step: int) -> tuple[base.TrainState, dict[str, Any]]:
         """One batch, from tasks to updated parameters."""
@@ -234,9 +241,7 @@ class Trainer:
                 scalars |= counts
         with ledger.phase("annotate"):
             rollout = self.annotate(state, rollout)
-            if self.config.rl.kl_in_reward:
-                knobs = {"coef": self.config.rl.kl_in_reward, "estimator": "k1"}
-                rollout = losses.kl_in_reward(rollout, **knobs)
+            rollout = self.shape(rollout)
             credit = self.credit(rollout)
             scalars |= {f"credit/{name}": value for name, value in credit.metrics.items()}
         credit = credit.replace(metrics={})

@@ -134,7 +134,9 @@ def read(run: pathlib.Path, name: str) -> list[report.TraceTokens]:
 
 def _trace(record: dict[str, Any]) -> report.TraceTokens:
     columns = ("adv", "student_prob", "teacher_prob", "entropy")
-    numbers = {name: [math.nan if value is None else value for value in record[name]] for name in columns}
+    fields: dict[str, Any] = record | {
+        name: [math.nan if value is None else value for value in record[name]] for name in columns
+    }
     segments = [report.TraceSegment(**segment) for segment in record["segments"]]
     inserts = [report.TraceInsert(**insert) for insert in record["inserts"]]
-    return report.TraceTokens(**record | numbers | {"segments": segments, "inserts": inserts})
+    return report.TraceTokens(**fields | {"segments": segments, "inserts": inserts})

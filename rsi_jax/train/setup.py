@@ -31,7 +31,7 @@ class Parts:
     @property
     def evaluator(self) -> rollout_lib.Sampler:
         """The sampler on tasks that are never trained on, where the environment holds some out."""
-        env = self.env.held_out() if hasattr(self.env, "held_out") else self.env
+        env = getattr(self.env, "held_out", lambda: self.env)()
         return dataclasses.replace(self.sampler, env=env)
 
 
@@ -135,6 +135,10 @@ def check(config) -> None:
     )
     micro, rows = config.rl.micro_batch, batch // config.rl.minibatches
     _need(not micro or rows % micro == 0, f"rl.micro_batch={micro} does not divide the {rows} rollouts of a minibatch")
+    _need(
+        config.rl.overlong_length >= config.rl.overlong_buffer,
+        f"rl.overlong_buffer={config.rl.overlong_buffer} needs rl.overlong_length of at least as many tokens",
+    )
     for path, names in (
         ("rl.surrogate", losses.SURROGATES),
         ("rl.aggregation", losses.AGGREGATIONS),

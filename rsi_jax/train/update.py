@@ -1,6 +1,7 @@
 """One optimizer update: the losses of a minibatch, two gradients balanced, one step."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -80,14 +81,14 @@ def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base
     if o.entropy_coef:
         loss += losses.entropy_bonus(entropy_BT, mask_BT, weight_BT, coef=o.entropy_coef)
     if o.kl_coef:
-        base.require(rollout, "ref_logp_BT")
-        kl_BT = losses.kl_penalty_BT(logp_BT, rollout.ref_logp_BT, mask_BT, estimator=o.kl_estimator)
+        ref_logp_BT = base.given(rollout.ref_logp_BT, "ref_logp_BT")
+        kl_BT = losses.kl_penalty_BT(logp_BT, ref_logp_BT, mask_BT, estimator=o.kl_estimator)
         sums["kl_ref"] = losses.weighted_sum(kl_BT, mask_BT, weight_BT)
         loss += o.kl_coef * sums["kl_ref"]
     if credit.value_target_BT is not None:
-        value_BT = annotate.shifted_values(params, hidden_BTD)
+        value_BT, old_value_BT = annotate.shifted_values(params, hidden_BTD), base.given(rollout.value_BT, "value_BT")
         value, value_sums = losses.value_loss(
-            value_BT, rollout.value_BT, credit.value_target_BT, mask_BT, weight_BT, clip=o.value_clip
+            value_BT, old_value_BT, credit.value_target_BT, mask_BT, weight_BT, clip=o.value_clip
         )
         sums["value_loss"] = value
         loss += o.value_coef * value
@@ -98,7 +99,8 @@ def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base
 
 def feedback_loss(params, teacher, config, hidden_BTD, rollout: base.Rollout, credit: base.Credit, o: Objective):
     """The divergence of each view's span, student from teacher, times the credit's view weights: (loss, sums)."""
-    views, d = rollout.views, credit.divergence
+    views, weight_K, d = base.given(rollout.views, "views"), credit.view_weight_K, credit.divergence
+    assert weight_K is not None  # `gradients` asks for this loss only where the credit weighs the views
     teacher_params = jax.lax.stop_gradient(params) if teacher is None else teacher
     student_KUD = views_lib.student_states(hidden_BTD, views, o.span)
     teacher_KUD = views_lib.teacher_states(teacher_params, config, rollout, o.span)
@@ -118,9 +120,9 @@ def feedback_loss(params, teacher, config, hidden_BTD, rollout: base.Rollout, cr
         chunk=o.chunk,
     ).reshape(K, U)
     mask_KU = views_lib.span_mask(views, o.span)
-    used_K = credit.view_weight_K != 0
+    used_K = weight_K != 0
     value_K = jnp.sum(jnp.where(mask_KU, value_KU, 0.0), axis=1) / jnp.maximum(1, jnp.sum(mask_KU, axis=1))
-    loss = jnp.sum(jnp.where(used_K, credit.view_weight_K * jnp.where(used_K, value_K, 0.0), 0.0))
+    loss = jnp.sum(jnp.where(used_K, weight_K * jnp.where(used_K, value_K, 0.0), 0.0))
     return loss, {"divergence": jnp.sum(jnp.where(used_K, value_K, 0.0)), "views": jnp.sum(used_K)}
 
 
@@ -150,7 +152,7 @@ def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credi
     def one(micro):
         rollout, credit, weight_BT = micro
         hidden_BTD, pull = jax.vjp(lambda p: annotate.hidden_states(p, config, rollout, remat=o.remat), params)
-        terms = [lambda p, h: outcome_loss(p, config, h, rollout, credit, weight_BT, o)]
+        terms: list[Callable[..., Any]] = [lambda p, h: outcome_loss(p, config, h, rollout, credit, weight_BT, o)]
         if hinted:
             terms.append(lambda p, h: feedback_loss(p, teacher, config, h, rollout, credit, o))
         grads, found = [], []
@@ -180,7 +182,7 @@ def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credi
     return grads, sums, ratios, row_B.T.reshape(-1), view_sums
 
 
-def _dot(a, b) -> jax.Array:
+def _dot(a, b):
     return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
