@@ -20,8 +20,8 @@ KNOBS |= dict(short_share=0.5, long_recall=False)
 
 
 def batches(seed=0, **changes):
-    env = {None: tool_calls.make(horizon=8)}
-    make_env = lambda horizon: env.get(horizon) or tool_calls.make(horizon=horizon)  # noqa: E731
+    env = {None: tool_calls.make(horizon=8, listed=4)}
+    make_env = lambda horizon: env.get(horizon) or tool_calls.make(horizon=horizon, listed=4)  # noqa: E731
     return lm.batches(types.SimpleNamespace(**(KNOBS | changes)), make_env, tiny.CHAT, seed)
 
 
@@ -65,7 +65,7 @@ def test_a_packed_batch_has_the_loss_of_its_documents_apart():
 
 
 def test_a_document_predicts_the_actions_that_are_to_be_learnt():
-    env = tool_calls.make(horizon=8)
+    env = tool_calls.make(horizon=8, listed=4)
     for hinted, bare in ((False, True), (True, False), (True, True)):
         steps = env.demonstration(5, hinted=hinted, train_bare=bare)
         doc = lm.demonstration(env, tiny.CHAT, 5, hinted=hinted, train_bare=bare)
@@ -153,7 +153,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
 
 
 def test_plain_text_is_cut_into_rows(tmp_path):
-    words = (list(tool_calls.SMALL_TALK) * 20)[: 3 * ROW + 1]
+    words = (list(tool_calls.SMALL_TALK) * 50)[: 3 * ROW + 1]
     path = write(tmp_path / "text.txt", " ".join(words))
     batch = next(batches(data="text", path=path))
     assert sorted(len(ids) for ids, _ in documents(batch)) == [ROW] * 3  # the last word alone predicts nothing

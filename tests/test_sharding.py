@@ -1,5 +1,7 @@
 """Updates on 8 devices equal those on one, and everything lies where the table says."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,26 +27,21 @@ def state_of(params, *, teacher=None, optimizer=OPTIMIZER):
     return base.TrainState(jnp.int32(0), params, optimizer.init(params), teacher=teacher)
 
 
-def placed(state, mesh):
-    state = jax.tree.map(jnp.copy, state)
-    return jax.device_put(state, sharding.param_shardings(state, transformer.LOGICAL_AXES, mesh))
-
-
 def by_path(tree):
     return {
         jax.tree_util.keystr(k, simple=True, separator="/"): x for k, x in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
-def assert_equal_on(mesh, step, state, *batch):
+def assert_equal_on(mesh, make_step, state, *batch):
     """An update on the mesh gives what it gives on one device, and leaves the state where it was."""
-    want = step(jax.tree.map(jnp.copy, state), *batch)
-    start = placed(state, mesh)
-    places = by_path(jax.tree.map(lambda x: x.sharding, start))
-    got = step(start, *sharding.put_rows(batch, mesh))
+    want = make_step()(jax.tree.map(jnp.copy, state), *batch)
+    places = sharding.param_shardings(state, transformer.LOGICAL_AXES, mesh)
+    start = jax.device_put(jax.tree.map(jnp.copy, state), places)
+    got = make_step(places=places)(start, *sharding.put_rows(batch, mesh))
     tiny.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for path, leaf in by_path(got[0]).items():
-        assert leaf.sharding.is_equivalent_to(places[path], leaf.ndim), path
+        assert leaf.sharding.is_equivalent_to(by_path(places)[path], leaf.ndim), path
     assert not np.allclose(*(tiny.leaves(s.params)["embed/embedding"] for s in (got[0], state)))
 
 
@@ -56,7 +53,7 @@ def test_an_lm_update_on_rows_over_data_and_fsdp():
         "tokens": rng.integers(0, 64, (B, T)), "train": rng.random((B, T)) < 0.7,
         "tokens_segment_ids": segments, "tokens_positions": (np.arange(T) - first) * (segments > 0),
     }  # fmt: skip
-    step = lm.make_update(CONFIG, OPTIMIZER, clip=1.0, chunk=512, remat=False)
+    step = functools.partial(lm.make_update, CONFIG, OPTIMIZER, clip=1.0, chunk=512, remat=False)
     assert_equal_on(mesh_of(data=2, fsdp=4), step, state_of(tiny.params(CONFIG)), batch)
 
 
@@ -65,7 +62,7 @@ def test_an_rl_update_with_views_over_every_axis():
     views = builders.random_views(0, rollout, per_rollout=2).replace(branch=8)
     credit = base.Credit(rollout.logp_BT + 1.0, rollout.value_BT, views.weight_K, base.Divergence("forward_kl"))
     objective = update.Objective(span=4, teacher="ema", teacher_rate=0.5)
-    step = update.make_update(CONFIG, objective, OPTIMIZER)
+    step = functools.partial(update.make_update, CONFIG, objective, OPTIMIZER)
     state = state_of(tiny.params(CONFIG), teacher=tiny.params(CONFIG, 1))
     assert_equal_on(mesh_of(data=2, fsdp=2, tensor=2), step, state, rollout.replace(views=views), credit)
 

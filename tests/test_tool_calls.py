@@ -146,7 +146,7 @@ def test_summary_counts_turns_of_each_kind():
     ("knobs", "says"),
     [
         ({"horizon": 1}, "horizon=1 must be at least 2"),
-        ({"listed": 5}, "listed=5 must be in 1..4"),
+        ({"listed": len(tool_calls.TOOLS) + 1}, f"must be in 1..{len(tool_calls.TOOLS)}"),
         ({"horizon": 8, "goals": 4}, "goals=4 do not fit: 3 turns are open"),
     ],
 )

@@ -1,7 +1,11 @@
 """How much: the weight of feedback over time, remembered in TrainState.aux and advanced beside the variant."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+
+from rsi_jax import base
 
 
 def init() -> dict[str, jax.Array]:
@@ -12,6 +16,13 @@ def init() -> dict[str, jax.Array]:
 def learn(aux, success: jax.Array, *, rate: float = 0.3):
     """Advances the running mean of success with the share of successes of a batch."""
     return dict(aux) | {"success": aux["success"] + rate * (success - aux["success"])}
+
+
+def remember_gain(state: base.TrainState, gain: float) -> base.TrainState:
+    """Keeps the hint gain last measured; a NaN (no turn was located) leaves the one before."""
+    if math.isnan(gain):
+        return state
+    return state.replace(aux=dict(state.aux) | {"gain": jnp.asarray(gain, jnp.float32)})
 
 
 def scale(aux, step, *, warmup: int, decay: int, off_at: float, min_gain: float) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rsi_jax import base, checkpoint, envs, metrics, optim, sharding
+from rsi_jax.feedback import schedule
 from rsi_jax.model import transformer
 from rsi_jax.train import evaluate as evaluate_lib
 from rsi_jax.train import lm, loop, present, rl, setup
@@ -23,12 +24,13 @@ def _lm_stage(run: loop.Run, index: int, params) -> loop.Stage:
     config, parts, knobs = run.config, run.parts, run.config.lm
     rate = optim.learning_rate(knobs.lr, updates=knobs.updates, warmup=knobs.warmup, schedule=knobs.schedule)
     optimizer = optim.make(knobs.optimizer, rate, b1=config.adam.b1, b2=config.adam.b2, weight_decay=knobs.weight_decay)
-    update = lm.make_update(
-        parts.model, optimizer, clip=knobs.clip, chunk=config.compute.chunk, remat=config.compute.remat
-    )
     data = lm.batches(knobs, lambda horizon: setup.make_env(config, horizon), parts.chat, config.seed)
     state = base.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt=optimizer.init(params))
-    state = jax.device_put(state, sharding.param_shardings(state, transformer.LOGICAL_AXES, parts.mesh))
+    places = sharding.param_shardings(state, transformer.LOGICAL_AXES, parts.mesh)
+    state, compute = jax.device_put(state, places), config.compute
+    update = lm.make_update(
+        parts.model, optimizer, clip=knobs.clip, chunk=compute.chunk, remat=compute.remat, places=places
+    )
 
     def step(state, i):
         with run.ledger.phase("read"):
@@ -57,10 +59,14 @@ def _rl_stage(run: loop.Run, index: int, params, policy_writer) -> tuple[loop.St
     config = run.config
     trainer = rl.Trainer(run, envs.find(config.env.name), policy_writer)
 
-    def evaluate(state, i: int) -> None:
+    def before(state) -> base.TrainState:
+        return schedule.remember_gain(state, _measure(run, trainer, state, "before")["gain"])
+
+    def evaluate(state, i: int) -> base.TrainState:
         result = rl.measure(trainer, state, episodes=config.evaluation.episodes, when=f"after {i} updates")
         run.results["latest"] = result.scalars
         run.tracker.log("eval", run.offset + i, result.scalars)
+        return schedule.remember_gain(state, result.scalars["gain"])
 
     stage = loop.Stage(
         "rl",
@@ -69,7 +75,7 @@ def _rl_stage(run: loop.Run, index: int, params, policy_writer) -> tuple[loop.St
         trainer.start(params),
         trainer.step,
         enough=trainer.enough,
-        before=lambda state: _measure(run, trainer, state, "before"),
+        before=before,
         evaluate=evaluate,
         leave=trainer.leave,
         every=config.evaluation.every,
@@ -77,12 +83,13 @@ def _rl_stage(run: loop.Run, index: int, params, policy_writer) -> tuple[loop.St
     return stage, trainer
 
 
-def _measure(run: loop.Run, trainer: rl.Trainer, state: base.TrainState, when: str) -> None:
-    """Measures 'before' or 'after' RL, with intervals, into the results."""
+def _measure(run: loop.Run, trainer: rl.Trainer, state: base.TrainState, when: str) -> dict[str, Any]:
+    """Measures 'before' or 'after' RL, with intervals, into the results; returns the scalars."""
     found = rl.measure(trainer, state, episodes=run.config.evaluation.final_episodes, when=when, final=True)
     run.results[when] = found.scalars
     known = run.results.get("intervals", {})
     run.results["intervals"] = known | {when: evaluate_lib.intervals(found.transcripts, trainer.summary)}
+    return found.scalars
 
 
 def _make_stage(run: loop.Run, index: int, params, policy_writer):

@@ -164,9 +164,18 @@ def packed_loss(params, batch: dict[str, jax.Array], *, config: transformer.Conf
 
 
 def make_update(
-    config: transformer.Config, optimizer: optax.GradientTransformation, *, clip: float, chunk: int, remat: bool
+    config: transformer.Config,
+    optimizer: optax.GradientTransformation,
+    *,
+    clip: float,
+    chunk: int,
+    remat: bool,
+    places: Any = None,
 ):
-    """Binds the static parts and jits: update(state, batch) -> (state, metrics). The state is donated."""
+    """Binds the static parts and jits: update(state, batch) -> (state, metrics). The state is donated.
+
+    places: shardings of the state, which the new one keeps; None = as XLA likes (then a second step may compile again).
+    """
 
     def update(state: base.TrainState, batch) -> tuple[base.TrainState, dict[str, Any]]:
         fn = functools.partial(packed_loss, batch=batch, config=config, chunk=chunk, remat=remat)
@@ -176,7 +185,7 @@ def make_update(
         state = state.replace(step=state.step + 1, params=optax.apply_updates(state.params, changes), opt=opt)
         return state, {"loss": loss, "grad_norm": norm, "tokens": count}
 
-    return jax.jit(update, donate_argnums=0)
+    return jax.jit(update, donate_argnums=0, out_shardings=(places, None))
 
 
 def perplexity(params, ids: list[int], *, config: transformer.Config, chunk: int, row_tokens: int = 512) -> float:

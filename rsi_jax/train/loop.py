@@ -89,7 +89,8 @@ class Stage:
     """One stage as the loop sees it.
 
     step(state, i) -> (state, scalars): one batch. enough(state) -> bool: end early after a batch.
-    before(state): measurements at the start. evaluate(state, i): measure and log every `every` batches.
+    before(state): measurements at the start. evaluate(state, i): measure and log every `every` batches. Both return the
+      state, which may remember what was measured.
     leave(state): called after the last batch, of the stage or before a stop.
     cursor / seek: the data position as JSON.
     """
@@ -100,8 +101,8 @@ class Stage:
     state: base.TrainState
     step: Callable[[base.TrainState, int], tuple[base.TrainState, Mapping[str, Any]]]
     enough: Callable[[base.TrainState], bool] = lambda state: False
-    before: Callable[[base.TrainState], None] = lambda state: None
-    evaluate: Callable[[base.TrainState, int], None] = lambda state, i: None
+    before: Callable[[base.TrainState], base.TrainState] = lambda state: state
+    evaluate: Callable[[base.TrainState, int], base.TrainState] = lambda state, i: state
     leave: Callable[[base.TrainState], None] = lambda state: None
     every: int = 0
     cursor: Callable[[], Any] = lambda: None
@@ -152,7 +153,7 @@ def run_stage(run: Run, stage: Stage, found: Restored | None = None) -> base.Tra
             saved.save(i, state, meta | {"ledger": run.ledger.state()})
 
     if found is None:
-        stage.before(state)
+        state = stage.before(state)
         save(done)
     else:
         i, state, meta = found
@@ -171,7 +172,7 @@ def run_stage(run: Run, stage: Stage, found: Restored | None = None) -> base.Tra
         if done:
             stage.leave(state)
         elif stage.every and i % stage.every == 0:
-            stage.evaluate(state, i)
+            state = stage.evaluate(state, i)
         if i % every == 0 or done:
             save(done)
     run.offset += i

@@ -89,16 +89,18 @@ class Trainer:
         rate = optim.learning_rate(config.rl.lr, updates=updates, warmup=config.rl.warmup, schedule=config.rl.schedule)
         moments = {"b1": config.adam.b1, "b2": config.adam.b2}
         self.optimizer = optim.make(config.rl.optimizer, rate, **moments, weight_decay=config.rl.weight_decay)
-        self.update = update.make_update(parts.model, self.objective, self.optimizer)
+        self.places = sharding.param_shardings(
+            jax.eval_shape(self._fresh, parts.start), transformer.LOGICAL_AXES, parts.mesh
+        )
+        self.update = update.make_update(parts.model, self.objective, self.optimizer, self.places)
         self.key = jax.random.fold_in(jax.random.key(config.seed), 2)
         self.archive = store.Archive(run.folder / "rollouts")
         self.last: samples.Batch | None = None  # the batch of the latest step, for the report
 
-    def start(self, params) -> base.TrainState:
-        """The state at the first step of the stage; parameters and optimizer state placed by the sharding table."""
+    def _fresh(self, params) -> base.TrainState:
         hinted = "views" in self.needs
         with_ref = self.config.rl.kl_coef > 0 or self.config.rl.kl_in_reward > 0
-        state = base.TrainState(
+        return base.TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt=self.optimizer.init(params),
@@ -106,7 +108,10 @@ class Trainer:
             ref=jax.tree.map(jnp.copy, params) if with_ref else None,
             aux=schedule.init(),
         )
-        return jax.device_put(state, sharding.param_shardings(state, transformer.LOGICAL_AXES, self.parts.mesh))
+
+    def start(self, params) -> base.TrainState:
+        """The state at the first step of the stage; parameters and optimizer state placed by the sharding table."""
+        return jax.device_put(self._fresh(params), self.places)
 
     def collect(self, state: base.TrainState, step: int):
         """Plays a batch; with dynamic sampling, groups without signal are played again, a bounded number of rounds."""

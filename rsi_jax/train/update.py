@@ -186,8 +186,13 @@ def _dot(a, b):
     return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def make_update(config: transformer.Config, objective: Objective, optimizer: optax.GradientTransformation):
-    """Binds the static parts and jits: update(state, rollout, credit) -> (state, metrics). The state is donated."""
+def make_update(
+    config: transformer.Config, objective: Objective, optimizer: optax.GradientTransformation, places: Any = None
+):
+    """Binds the static parts and jits: update(state, rollout, credit) -> (state, metrics). The state is donated.
+
+    places: shardings of the state, which the new one keeps; None = as XLA likes (then a second step may compile again).
+    """
 
     def update(state: base.TrainState, rollout: base.Rollout, credit: base.Credit) -> tuple[base.TrainState, Any]:
         grads, sums, ratios, row_B, view_sums = gradients(
@@ -220,4 +225,4 @@ def make_update(config: transformer.Config, objective: Objective, optimizer: opt
         metrics["bad_row"] = jnp.where(jnp.all(jnp.isfinite(row_B)), -1, jnp.argmin(jnp.isfinite(row_B)))
         return state.replace(step=step, params=params, opt=opt, teacher=teacher), metrics
 
-    return jax.jit(update, donate_argnums=0)
+    return jax.jit(update, donate_argnums=0, out_shardings=(places, None))
