@@ -21,11 +21,10 @@ import sys
 import time
 
 from absl import flags
-from ml_collections import config_flags
 
 from experiments import cli
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/tool_calls.py", "config that the arms vary")
+_CONFIG = cli.config_file("configs/tool_calls.py")
 _ARMS = flags.DEFINE_list("arms", [], "arms to run (default: all)")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "seeds")
 _RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "5e-3"], "learning rates of the grpo arm")

@@ -25,6 +25,14 @@ def fail(message: object, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+def config_file(default: str | None = None) -> flags.FlagHolder | flags.Flag:
+    """Defines --config, locked, once per process however many apps are imported; `.value` is the config."""
+    if "config" in flags.FLAGS:
+        return flags.FLAGS["config"]
+    text = "config file; --config.x.y=value sets a field"
+    return config_flags.DEFINE_config_file("config", default, text, lock_config=True)
+
+
 def one_line(message: object) -> str:
     """Folds a message into one line."""
     return " ".join(str(message).split())

@@ -14,11 +14,10 @@ import pathlib
 
 import numpy as np
 from absl import flags
-from ml_collections import config_flags
 
 from experiments import cli
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="config file; --config.x.y=value sets a field")
+_CONFIG = cli.config_file()
 _TRACE = flags.DEFINE_string("trace", None, "JSONL of conversations", required=True)
 _OUT = flags.DEFINE_string("out", None, "folder of report.html (default: runs/explain-<trace>)")
 

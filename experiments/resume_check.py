@@ -33,14 +33,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
-from ml_collections import config_flags
 
 from experiments import cli
 
 KILLS = flags.DEFINE_integer("kills", 20, "Trials; each is struck at least once.", lower_bound=1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments of the kills; the run's own is --config.seed.")
 PARALLEL = flags.DEFINE_integer("parallel", 2, "Trials at a time.", lower_bound=1)
-config_flags.DEFINE_config_file("config", None, "Config of the run.", lock_config=True)
+cli.config_file()
 
 # Fresh attempts of a trial whose run ended before its first kill.
 ATTEMPTS = 8

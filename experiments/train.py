@@ -13,11 +13,10 @@ of the final state).
 import pathlib
 
 from absl import flags
-from ml_collections import config_flags
 
 from experiments import cli
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="config file; --config.x.y=value sets a field")
+_CONFIG = cli.config_file()
 _RUN_DIR = flags.DEFINE_string("run_dir", None, "run folder (default: runs/<config>-<digest of the effective config>)")
 _FRESH = flags.DEFINE_bool("fresh", False, "delete the run folder and start anew")
 _PROFILE = flags.DEFINE_bool("profile", False, "write a jax.profiler trace of a few steps into <run folder>/profile")

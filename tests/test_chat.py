@@ -95,7 +95,7 @@ def test_exactly_one_bos_opens_a_stream(template, add_bos):
     first, later = chat.start(message), chat.continue_(message)
     assert first.ids.count(tok.bos_id) == (1 if add_bos or template == LLAMA3 else 0)
     assert tok.bos_id not in later.ids
-    assert first.ids[first.insert_at :] == tok.encode("<|im_start|>assistant\n")
+    assert first.ids[first.header :] == tok.encode("<|im_start|>assistant\n")
 
 
 def test_two_bos_are_refused():
@@ -106,10 +106,9 @@ def test_two_bos_are_refused():
 def test_chunks_of_chatml():
     tok = CHATML_TOKENIZER
     chunk = CHATML.start([{"role": "user", "content": "hello"}])
-    assert tok.decode(chunk.ids[: chunk.insert_at]) == (
-        "<|im_start|>system\nYou help<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
-    )
-    assert tok.decode(chunk.ids[chunk.insert_at :]) == "<|im_start|>assistant\n"
+    assert tok.decode(chunk.ids[: chunk.insert_at]) == "<|im_start|>system\nYou help<|im_end|>\n"
+    assert tok.decode(chunk.ids[chunk.insert_at : chunk.header]) == "<|im_start|>user\nhello<|im_end|>\n"
+    assert tok.decode(chunk.ids[chunk.header :]) == "<|im_start|>assistant\n"
     later = CHATML.continue_([{"role": "tool", "content": "ok"}])
     assert tok.decode(later.ids) == "\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
     assert CHATML.continue_([{"role": "tool", "content": "ok"}], last_id=CHATML.stop_id) == later
@@ -117,21 +116,31 @@ def test_chunks_of_chatml():
     assert cut.ids == [CHATML.stop_id, *later.ids] and cut.insert_at == later.insert_at + 1
 
 
-def test_hint_stands_before_the_header_as_a_whole_message():
+@pytest.mark.parametrize("place", ["message", "header"])
+def test_a_hinted_stream_is_the_render_with_the_hint_as_a_message(place):
     tok = CHATML_TOKENIZER
-    hint = CHATML.hint("use rg")
-    assert tok.decode(hint) == "<|im_start|>system\nuse rg<|im_end|>\n" and CHATML.hint("") == []
-    messages = [{"role": "user", "content": "hello"}]
-    chunk = CHATML.start(messages)
-    hinted = CHATML.start([*messages, {"role": "system", "content": "use rg"}])
+    chat = chat_lib.Chat(tok, tiny_files.CHATML, hint_place=place)
+    hint, said = chat.hint("use rg"), {"role": "system", "content": "use rg"}
+    assert tok.decode(hint) == "<|im_start|>system\nuse rg<|im_end|>\n" and chat.hint("") == []
+    first, last = {"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}
+    chunk = chat.start([first, last])
+    hinted = chat.start([first, said, last] if place == "message" else [first, last, said])
     assert chunk.ids[: chunk.insert_at] + hint + chunk.ids[chunk.insert_at :] == hinted.ids
+    later = chat.continue_([last])
+    hinted = chat.continue_([said, last] if place == "message" else [last, said])
+    assert later.ids[: later.insert_at] + hint + later.ids[later.insert_at :] == hinted.ids
+
+
+def test_an_unknown_hint_place_is_refused():
+    with pytest.raises(base.InputError, match="hint_place='behind' is neither 'message' nor 'header'"):
+        chat_lib.Chat(CHATML_TOKENIZER, tiny_files.CHATML, hint_place="behind")
 
 
 def test_hint_of_words():
     tok = tokenizer_lib.WordTokenizer(WORDS)
     chat = chat_lib.word_chat(tok)
     chunk = chat.continue_([{"role": "tool", "content": "ok search"}])
-    assert tok.decode(chunk.ids) == "ok search <a>" and chunk.insert_at == 2
+    assert tok.decode(chunk.ids) == "ok search" and chunk.insert_at == 0 and chunk.header == 2
     assert tok.decode(chat.hint("use rg")) == "<hint> use rg </hint>"
     assert chat.text(tok.encode("call rg <end>")) == "call rg" and chat.stop_ids == {1}
 
