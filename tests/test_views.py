@@ -45,9 +45,9 @@ def credit_of(rollout, name="forward_kl"):
     return base.Credit(jnp.zeros_like(rollout.logp_BT), view_weight_K=weight_K, divergence=divergence)
 
 
-def loss_of(params, teacher, rollout, name="forward_kl", hidden=None):
-    hidden = annotate.hidden_states(params, CONFIG, rollout) if hidden is None else hidden
-    credit = credit_of(rollout, name)
+def loss_of(params, teacher, rollout, nudge=0.0, name="forward_kl"):
+    """nudge: added to the student's states, to see which of them count."""
+    hidden, credit = annotate.hidden_states(params, CONFIG, rollout) + nudge, credit_of(rollout, name)
     return update.feedback_loss(params, teacher, CONFIG, hidden, rollout, credit, OBJECTIVE)[0]
 
 
@@ -57,8 +57,13 @@ def live(params, rollout):
     return {name: jax.value_and_grad(functools.partial(loss_of, name=name))(params, None, rollout) for name in NAMES}
 
 
-frozen = jax.jit(jax.value_and_grad(loss_of, (0, 1)))
-loss_only = jax.jit(loss_of)
+@jax.jit
+def frozen(params, teacher, rollout):
+    """(loss, gradients on the policy, on the teacher and on the student's states [B, T, D])."""
+    nudge = jnp.zeros((B, T, CONFIG.width))
+    return jax.value_and_grad(loss_of, (0, 1, 3))(params, teacher, rollout, nudge)
+
+
 WINDOWED = tiny.config(layers=2, window=4)
 teacher_states = jax.jit(functools.partial(views_lib.teacher_states, config=WINDOWED, span=U))
 
@@ -199,8 +204,7 @@ def test_b_a_hint_that_no_one_attends_to_changes_nothing():
 
 def test_c_states_outside_the_span_do_not_matter():
     rollout = draw(5)
-    hidden = annotate.hidden_states(PARAMS, CONFIG, rollout)
-    grad = jax.jit(jax.grad(lambda h: loss_of(PARAMS, None, rollout, hidden=h)))(hidden)
+    _, (_, _, grad) = frozen(PARAMS, OTHER, rollout)
     v, inside = jax.tree.map(np.asarray, rollout.views), np.zeros((B, T), bool)
     for k in np.flatnonzero(v.weight_K):
         inside[v.rollout_K[k], v.span_start_K[k] - 1 : v.span_start_K[k] - 1 + v.span_length_K[k]] = True
@@ -218,7 +222,7 @@ def test_d_T45_without_spans_the_loss_is_zero_and_attached():
 
 def test_e_the_teacher_has_no_gradient_and_a_live_one_none_through_its_own_reading():
     rollout = draw(7)
-    loss, (grads, teacher_grads) = frozen(PARAMS, PARAMS, rollout)
+    loss, (grads, teacher_grads, _) = frozen(PARAMS, PARAMS, rollout)
     assert not any(grad.any() for grad in tiny.leaves(teacher_grads).values())
     live_loss, live_grads = live(PARAMS, rollout)["forward_kl"]
     np.testing.assert_allclose(live_loss, loss, rtol=1e-6)
@@ -246,8 +250,8 @@ def test_j_padding_and_capacities_change_nothing():
     )
     names = ("tokens_BT", "logp_BT", "ref_logp_BT", "kept_mass_BT")
     pad = {name: jnp.pad(getattr(rollout, name), ((0, 0), (0, 4)), constant_values=9) for name in names}
-    want, got = (loss_only(PARAMS, None, r) for r in (rollout, rollout.replace(views=wider, **pad)))
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    got = jax.jit(loss_of)(PARAMS, OTHER, rollout.replace(views=wider, **pad))
+    np.testing.assert_allclose(got, frozen(PARAMS, OTHER, rollout)[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("knobs", [{"seed": 8}, {"seed": 3, "empty": True}], ids=["hinted", "empty"])
@@ -266,7 +270,7 @@ def test_k_the_order_of_rollouts_and_views_changes_nothing():
     rows_K = (order[:, None] * PER + np.arange(PER)[::-1]).ravel()
     moved = jax.tree.map(lambda x: x[order], rollout.replace(views=None))
     views = jax.tree.map(lambda x: x[rows_K], rollout.views).replace(rollout_K=rollout.views.rollout_K)
-    a, b = (loss_only(PARAMS, None, r) for r in (rollout, moved.replace(views=views)))
+    a, b = (frozen(PARAMS, OTHER, r)[0] for r in (rollout, moved.replace(views=views)))
     np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
