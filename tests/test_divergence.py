@@ -192,6 +192,19 @@ def test_from_states_is_from_logits_for_any_chunk_and_the_teacher_has_no_gradien
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_logits_of_the_teacher_have_no_gradient():
+    student, teacher, target = draw(10)
+
+    @jax.jit
+    def pull(teacher):
+        def total(teacher, name):
+            return jnp.sum(divergence_op.from_logits(student, teacher, target, name=name))
+
+        return [jax.grad(total)(teacher, name) for name in NAMES]
+
+    assert not any(np.asarray(grad).any() for grad in pull(teacher))
+
+
 def test_an_unknown_name_is_named():
     with pytest.raises(ValueError, match="unknown divergence 'kl'; known: forward_kl"):
         divergence_op.from_logits(*draw(9), name="kl")

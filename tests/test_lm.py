@@ -60,6 +60,11 @@ def test_a_packed_batch_has_the_loss_of_its_documents_apart():
     apart = [nats(params, alone(*doc)) for doc in docs]
     assert count == sum(n for _, n in apart) == sum(int(train[1:].sum()) for _, train in docs)
     np.testing.assert_allclose(total, sum(x for x, _ in apart), rtol=1e-5)
+    every = batch | {"train": np.ones_like(batch["train"])}  # the first word of a document has nothing before it
+    total, count = nats(params, every)
+    apart = [nats(params, alone(ids, np.ones(len(ids), bool))) for ids, _ in docs]
+    assert count == sum(len(ids) - 1 for ids, _ in docs)
+    np.testing.assert_allclose(total, sum(x for x, _ in apart), rtol=1e-5)
     nothing = batch | {"train": np.zeros_like(batch["train"])}
     assert nats(params, nothing) == (0.0, 0)
 

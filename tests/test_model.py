@@ -88,7 +88,11 @@ def test_the_cache_in_any_chunks_says_what_whole_rows_say(config):
             chunk = np.full((B, O), 9, np.int32)
             for b in range(B):
                 chunk[b, : length[b]] = tokens[b, cached[b] : cached[b] + length[b]]
+            before = cache
             hidden, cache = extend(params, tokens_BO=chunk, cached_B=cached, chunk_length_B=length, cache=cache)
+            waiting = length == 0
+            for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(cache), strict=True):
+                np.testing.assert_array_equal(np.asarray(old)[waiting], np.asarray(new)[waiting])
             for b in range(B):
                 place = slice(cached[b], cached[b] + length[b])
                 np.testing.assert_allclose(hidden[b, : length[b]], want[b, place], atol=1e-5)

@@ -109,6 +109,9 @@ def test_T33_sampled_log_probs_are_those_of_whole_rows_after_an_update_too():
         np.testing.assert_allclose(logp, made.logp_BT, atol=1e-4)
         mask = np.asarray(made.mask_BT)
         assert (np.asarray(entropy)[mask] > 0).all() and not np.asarray(entropy)[~mask].any()
+    halved = made.replace(kept_mass_BT=np.where(mask, 0.5, 1.0).astype(np.float32))  # T28: half of the mass was kept
+    again, _ = annotate.score_rollout(params, halved, config=SAMPLER.config)
+    np.testing.assert_allclose(np.asarray(again - logp)[mask], np.log(2), atol=1e-5)
 
 
 def test_segments_tell_kinds_rewards_and_how_it_ended(played):

@@ -119,9 +119,13 @@ def test_a_row_is_the_same_in_any_slot_beside_any_neighbours():
         assert (out.finish_B[2:] == base.NOT_SAMPLED).all() and (out.length_B[2:] == 0).all()
         assert not out.tokens_BA[2:].any() and not out.logp_BA[2:].any() and (out.kept_mass_BA[2:] == 1).all()
         streams.turn([[], [], *mine[2:]])
+    alone = Streams(params, PLAIN, rows=[2])
+    for shown in (PROMPTS, SEEN):
+        alone.turn([shown[2]])
     for slot, row in enumerate(order):
         assert streams.tokens[slot] == want.tokens[row]
         np.testing.assert_allclose(streams.logp[slot], want.logp[row], atol=1e-6)
+    assert alone.tokens[0] == want.tokens[2]
 
 
 def test_T23_finish_reasons_come_from_the_stop_set_and_the_budget():
@@ -145,14 +149,12 @@ def test_T23_finish_reasons_come_from_the_stop_set_and_the_budget():
     check_against_whole_rows(streams, PARAMS(CONFIG))
 
 
-def test_a_full_context_ends_the_turn_for_length_and_greedy_takes_the_mode():
-    streams = Streams(PARAMS(CONFIG), sample.Sampling(greedy=True, max_tokens=A), capacity=7)
+def test_a_full_context_ends_the_turn_for_length():
+    streams = Streams(PARAMS(CONFIG), PLAIN, capacity=7)
     out = streams.turn(PROMPTS)
     np.testing.assert_array_equal(out.length_B, [4, 5, 3, 5])  # never more than 7 tokens in all
     assert (out.finish_B == base.LENGTH).all()
-    logp, sampled = check_against_whole_rows(streams, PARAMS(CONFIG))
-    for i, t in np.argwhere(sampled):
-        assert logp[i, t, streams.tokens[i][t]] >= logp[i, t].max() - 1e-5
+    check_against_whole_rows(streams, PARAMS(CONFIG))
 
 
 def test_T28_kept_mass_puts_the_full_log_prob_back_at_any_temperature():
@@ -165,6 +167,13 @@ def test_T28_kept_mass_puts_the_full_log_prob_back_at_any_temperature():
         rank = np.sum(p > p[streams.tokens[i][t]])
         above, mass = np.sort(p)[::-1][:rank].sum(), np.sort(p)[::-1][: sampling.top_k].sum()
         assert rank < sampling.top_k and above / mass < sampling.top_p + 1e-6
+
+
+def test_greedy_takes_the_mode():
+    streams = two_turns(sample.Sampling(greedy=True, max_tokens=A), PARAMS(CONFIG))
+    logp, sampled = check_against_whole_rows(streams, PARAMS(CONFIG))
+    for i, t in np.argwhere(sampled):
+        assert logp[i, t, streams.tokens[i][t]] >= logp[i, t].max() - 1e-5
 
 
 def test_frequencies_are_those_of_the_softmax():

@@ -14,7 +14,7 @@ from rsi_jax.model import transformer
 from rsi_jax.train import lm, update
 from tests import builders, tiny
 
-CONFIG = tiny.config(heads=2, kv_heads=1)
+CONFIG = tiny.config(heads=2, kv_heads=1, value_head=True)
 B, T = 8, 16
 OPTIMIZER = optax.sgd(0.3, momentum=0.9)
 
@@ -60,7 +60,7 @@ def test_an_lm_update_on_rows_over_data_and_fsdp():
 def test_an_rl_update_with_views_over_every_axis():
     rollout = builders.random_rollout(0, B=B, T=T, turns=3)
     views = builders.random_views(0, rollout, per_rollout=2).replace(branch=8)
-    credit = base.Credit(rollout.logp_BT + 1.0, None, views.weight_K, base.Divergence("forward_kl"))
+    credit = base.Credit(rollout.logp_BT + 1.0, rollout.value_BT, views.weight_K, base.Divergence("forward_kl"))
     objective = update.Objective(span=4, teacher="ema", teacher_rate=0.5)
     step = functools.partial(update.make_update, CONFIG, objective, OPTIMIZER)
     state = state_of(tiny.params(CONFIG), teacher=tiny.params(CONFIG, 1))

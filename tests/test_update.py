@@ -75,13 +75,13 @@ def test_T13_any_micro_batches_give_the_same_gradients_and_metrics():
     rollout = off_policy(rollout)
     whole = gradients(PARAMS, OTHER, rollout, credit)
     assert norm(whole[0][0]) > 1e-2 and norm(whole[0][1]) > 1e-2
-    for micro in (1, 2):
+    bare = credit.replace(view_weight_K=None)
+    for micro, scored in ((1, credit), (2, credit), (4, credit), (1, bare)):
         knobs = dataclasses.replace(OBJECTIVE, micro_batch=micro)
-        scored = credit.replace(view_weight_K=None) if micro == 1 else credit  # one of the two without feedback
         grads, sums, ratios, row_B, view_sums = gradients(PARAMS, OTHER, rollout, scored, knobs)
         tiny.assert_close(grads, whole[0][: len(grads)], rtol=1e-4, atol=1e-6)
         tiny.assert_close((sums, row_B), (whole[1], whole[3]), rtol=1e-4, atol=1e-5)
-        tiny.assert_close(view_sums, whole[4] if micro == 2 else {}, rtol=1e-4, atol=1e-5)
+        tiny.assert_close(view_sums, {} if scored is bare else whole[4], rtol=1e-4, atol=1e-5)
         tiny.assert_close(losses.summarise(ratios), losses.summarise(whole[2]), rtol=1e-4, atol=1e-6)
     with pytest.raises(base.InputError, match="rl.micro_batch=3 does not divide the 4 rollouts"):
         update.gradients(PARAMS, OTHER, CONFIG, rollout, credit, dataclasses.replace(OBJECTIVE, micro_batch=3))
@@ -155,6 +155,9 @@ def test_each_gradient_is_clipped_on_its_own_and_the_teacher_follows():
 def test_i_feedback_of_weight_zero_is_the_outcome_loss_alone():
     rollout, credit = draw(7)
     off = credit.replace(view_weight_K=jnp.zeros_like(credit.view_weight_K))
+    on, none = gradients(PARAMS, OTHER, rollout, credit), gradients(PARAMS, OTHER, rollout, off)
+    tiny.assert_close((on[0][0], on[1:4]), (none[0][0], none[1:4]))  # one program: to the bit
+    assert norm(on[0][1]) > 0 == norm(none[0][1])
     a, metrics = step(state_of(), rollout, off)
     assert metrics["feedback_loss"] == metrics["grad_norm/feedback"] == metrics["grad_cosine"] == metrics["views"] == 0
     b, bare = step(state_of(), rollout, credit.replace(view_weight_K=None))
