@@ -157,7 +157,8 @@ def _feedback():
     c.teacher_every = 10  # snapshot: updates between copies
     c.warmup = 1  # updates over which the weight rises
     c.decay = 0  # updates over which the weight falls to 0, 0 = never
-    c.off_at = 1.0  # running success at which the weight is 0 (fades over the 0.2 below); 2 = never
+    c.off_at = 1.0  # running success at which the weight is 0; 2 = never
+    c.fade = 0.2  # range of running success below off_at over which the weight falls to 0
     c.min_gain = -1.0  # measured hint gain below which feedback is gated off; -1 = never
     return c
 

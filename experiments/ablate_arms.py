@@ -8,7 +8,8 @@ locator_penalty (the same located spans get advantage -1, no words); irrelevant 
 on the same mix, no RL); long_lm (the reference that needs what feedback does not: long un-hinted demonstrations).
 Every seed warms up once; its RL arms start from that. Runs go two at a time, one core each, so that wall times compare.
 A finished row is appended to --results; an interrupted sweep continues. Equal tokens: after as many batches as the
-config trains; equal wall time: each arm goes on until it has used what textual_feedback used.
+config trains; equal wall time: at the end, which is no later than the method time of textual_feedback on that seed.
+Arms that score no hints have cheaper batches: they are given --longer times as many, with their schedule sized to that.
 stdout ends with one JSON line: arms {name: {metric: [mean, low, high]}}, runs, results.
 """
 
@@ -27,35 +28,42 @@ from experiments import cli
 _CONFIG = cli.config_file("configs/tool_calls.py")
 _ARMS = flags.DEFINE_list("arms", [], "arms to run (default: all)")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "seeds")
-_RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "5e-3"], "learning rates of the grpo arm")
+_RATES = flags.DEFINE_list("rates", ["4e-3", "1.3e-3", "1.2e-2"], "learning rates of the grpo arm")
+_LONGER = flags.DEFINE_float("longer", 1.4, "batches of the grpo arm, as a multiple of the config's")
 _RESULTS = flags.DEFINE_string("results", "experiments/results/ablate_arms.jsonl", "rows, appended as they finish")
 _FOLDER = flags.DEFINE_string("folder", "runs/ablate_arms", "where the runs go")
 _JOBS = flags.DEFINE_integer("jobs", 2, "runs at a time, one core each")
-_LM_FACTOR = flags.DEFINE_float("lm_factor", 3.0, "more_lm and long_lm: warm-up updates, as a multiple of the config's")
+_LM_FACTOR = flags.DEFINE_float("lm_factor", 4.0, "more_lm and long_lm: warm-up updates, as a multiple of the config's")
 
 METRICS = ("success", "invalid", "filler_correct")
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One arm: its name, its config overrides, and whether it does RL from the seed's warm-up."""
+    """One arm: its kind (what --arms names), its name, its config overrides, whether it does RL from the warm-up."""
 
+    kind: str
     name: str
     overrides: tuple[str, ...] = ()
     rl: bool = True
 
 
-def make_arms(rates, lm_updates: int, factor: float) -> list[Arm]:
-    """Lists the arms. GRPO and the method get the same number of learning rates; the method's are in LOG.md."""
+def make_arms(rates, batches: int, longer: float, lm_updates: int, factor: float) -> list[Arm]:
+    """Lists the arms, the first learning rate of GRPO before the others: an interrupted sweep has every kind."""
     more = (f"lm.updates={round(lm_updates * factor)}", "rl.updates=0")
+    grpo = [
+        Arm("grpo", f"grpo_{rate}", ("credit.name=grpo", f"rl.lr={rate}", f"rl.updates={round(longer * batches)}"))
+        for rate in rates
+    ]
     return [
-        Arm("textual_feedback"),
-        *(Arm(f"grpo_{rate}", ("credit.name=grpo", f"rl.lr={rate}")) for rate in rates),
-        Arm("locator_penalty", ("credit.name=locator_penalty",)),
-        Arm("irrelevant", ("feedback.hint=irrelevant",)),
-        Arm("empty", ("feedback.hint=empty",)),
-        Arm("more_lm", more, rl=False),
-        Arm("long_lm", (*more, "lm.long_recall=True"), rl=False),
+        Arm("textual_feedback", "textual_feedback"),
+        *grpo[:1],
+        Arm("irrelevant", "irrelevant", ("feedback.hint=irrelevant",)),
+        Arm("locator_penalty", "locator_penalty", ("credit.name=locator_penalty",)),
+        Arm("more_lm", "more_lm", more, rl=False),
+        Arm("empty", "empty", ("feedback.hint=empty",)),
+        Arm("long_lm", "long_lm", (*more, "lm.long_recall=True"), rl=False),
+        *grpo[1:],
     ]
 
 
@@ -120,11 +128,6 @@ def row_of(arm: str, seed: str, folder: pathlib.Path, batches: int) -> dict:
     }
 
 
-def read_rows(path: pathlib.Path) -> list[dict]:
-    """Reads the rows that finished earlier."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def summarise(rows: list[dict]) -> dict[str, dict[str, list[float]]]:
     """Mean and bootstrap 95% interval over seeds of every metric of every arm."""
     import numpy as np
@@ -186,9 +189,9 @@ def main(_) -> None:
     folder, results = pathlib.Path(_FOLDER.value), pathlib.Path(_RESULTS.value)
     results.parent.mkdir(parents=True, exist_ok=True)
     batches = config.rl.updates
-    arms = make_arms(_RATES.value, config.lm.updates, _LM_FACTOR.value)
-    arms = [arm for arm in arms if not _ARMS.value or arm.name in _ARMS.value or arm.name.split("_1")[0] in _ARMS.value]
-    have = {(row["arm"], row["seed"]) for row in read_rows(results)}
+    arms = make_arms(_RATES.value, batches, _LONGER.value, config.lm.updates, _LM_FACTOR.value)
+    arms = [arm for arm in arms if not _ARMS.value or {arm.name, arm.kind} & set(_ARMS.value)]
+    have = {(row["arm"], row["seed"]) for row in cli.read_rows(results)}
     measured = ("evaluation.episodes=512", f"evaluation.every={batches}", "evaluation.final_episodes=512")
 
     def runs_of(wave) -> list:
@@ -196,7 +199,8 @@ def main(_) -> None:
         for arm, seed, extra in wave:
             if (arm.name, int(seed)) not in have:
                 where = folder / f"{arm.name}-{seed}"
-                argv = command(file, where, seed, (*measured, *arm.overrides, *extra))
+                start_from = (f"init_from={folder / f'warm_up-{seed}'}",) if arm.rl else ()
+                argv = command(file, where, seed, (*measured, *arm.overrides, *start_from, *extra))
                 jobs.append((f"{arm.name}/{seed}", argv, folder / f"{arm.name}-{seed}.log"))
         return jobs
 
@@ -206,23 +210,15 @@ def main(_) -> None:
             with results.open("a") as out:
                 out.write(json.dumps(row_of(arm, seed, folder / f"{arm}-{seed}", batches)) + "\n")
 
-    warm = Arm("warm_up", ("stages=('lm',)",))
-    failed = run_all(runs_of([(warm, seed, ()) for seed in _SEEDS.value]), _JOBS.value, keep)
-
-    def from_warm_up(arm: Arm, seed: str) -> tuple[str, ...]:
-        return (f"init_from={folder / f'warm_up-{seed}'}",) if arm.rl else ()
-
+    warm, seeds = Arm("warm_up", "warm_up", ("stages=('lm',)",), rl=False), _SEEDS.value
+    failed = run_all(runs_of([(warm, seed, ()) for seed in seeds]), _JOBS.value, keep)
     ours = [arm for arm in arms if arm.name == "textual_feedback"]
-    failed += run_all(
-        runs_of([(arm, s, from_warm_up(arm, s)) for arm in ours for s in _SEEDS.value]), _JOBS.value, keep
-    )
-    spent = {row["seed"]: row["method_s"] for row in read_rows(results) if row["arm"] == "textual_feedback"}
-    limit = max(spent.values(), default=0.0) / 60
-    budget = (f"rl.max_minutes={limit:.3f}", f"rl.updates={10 * batches}", "rl.stop_at=2.0") if limit else ()
-    rest = [arm for arm in arms if arm.name != "textual_feedback"]
-    wave = [(arm, s, (*from_warm_up(arm, s), *(budget if arm.rl else ()))) for arm in rest for s in _SEEDS.value]
+    failed += run_all(runs_of([(arm, seed, ()) for arm in ours for seed in seeds]), _JOBS.value, keep)
+    spent = {row["seed"]: row["method_s"] for row in cli.read_rows(results) if row["arm"] == "textual_feedback"}
+    limits = {seed: (f"rl.max_minutes={spent[int(seed)] / 60:.3f}",) for seed in seeds if int(seed) in spent}
+    wave = [(arm, seed, limits.get(seed, ()) if arm.rl else ()) for arm in arms if arm not in ours for seed in seeds]
     failed += run_all(runs_of(wave), _JOBS.value, keep)
-    rows = [row for row in read_rows(results) if str(row["seed"]) in _SEEDS.value]
+    rows = [row for row in cli.read_rows(results) if str(row["seed"]) in _SEEDS.value]
     show(rows, batches)
     for line in failed:
         print("FAILED", line)

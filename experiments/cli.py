@@ -6,7 +6,9 @@
 
 import difflib
 import functools
+import json
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -31,6 +33,11 @@ def config_file(default: str | None = None) -> flags.FlagHolder | flags.Flag:
         return flags.FLAGS["config"]
     text = "config file; --config.x.y=value sets a field"
     return config_flags.DEFINE_config_file("config", default, text, lock_config=True)
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Reads the rows (JSON lines) that an experiment has finished; none when it never ran."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def one_line(message: object) -> str:

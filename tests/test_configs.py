@@ -9,7 +9,7 @@ import pytest
 
 from configs import default
 from rsi_jax import base, credit, envs
-from rsi_jax.feedback import hints, locate
+from rsi_jax.feedback import hints, locate, schedule
 from rsi_jax.train import setup, update
 
 CONFIGS = sorted(path.stem for path in pathlib.Path(default.__file__).parent.glob("*.py") if path.stem != "__init__")
@@ -68,6 +68,10 @@ def test_the_objective_reads_its_knobs_from_the_config():
     config = default.get_config()
     made = setup.make_objective(config)
     shown = set(config.rl) | {"temperature", "teacher", "teacher_rate", "teacher_every", "span", "chunk", "remat"}
+    shown |= {"feedback_schedule"}
+    knobs = inspect.signature(schedule.scale).parameters.values()
+    named = {knob.name: config.feedback[knob.name] for knob in knobs if knob.kind is knob.KEYWORD_ONLY}
+    assert dict(made.feedback_schedule) == named
     assert {field.name for field in dataclasses.fields(update.Objective)} <= shown
     assert made.outcome_clip == config.rl.outcome_clip and made.span == config.sample.max_tokens
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rsi_jax import base, optim, sharding
+from rsi_jax.feedback import schedule
 from rsi_jax.model import transformer
 from rsi_jax.train import lm, update
 from tests import builders, tiny
@@ -24,7 +25,7 @@ def mesh_of(**shape):
 
 
 def state_of(params, *, teacher=None, optimizer=OPTIMIZER):
-    return base.TrainState(jnp.int32(0), params, optimizer.init(params), teacher=teacher)
+    return base.TrainState(jnp.int32(0), params, optimizer.init(params), teacher=teacher, aux=schedule.init())
 
 
 def by_path(tree):

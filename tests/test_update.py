@@ -27,6 +27,7 @@ OBJECTIVE = update.Objective(
     teacher_rate=0.25,
     outcome_clip=0.3,
     feedback_clip=0.2,
+    feedback_schedule=(("off_at", 1.0), ("fade", 0.4)),
 )
 RARE = 63  # a word of no rollout
 
@@ -58,9 +59,10 @@ def gradients(params, teacher, rollout, credit, objective=OBJECTIVE, config=CONF
 step = update.make_update(CONFIG, OBJECTIVE, optax.sgd(1.0))
 
 
-def state_of(params=PARAMS, teacher=OTHER):
+def state_of(params=PARAMS, teacher=OTHER, success=0.0):
     params, teacher = tiny.copy(params), tiny.copy(teacher)
-    return base.TrainState(jnp.int32(0), params, optax.sgd(1.0).init(params), teacher=teacher)
+    aux = schedule.init() | {"success": jnp.float32(success)}
+    return base.TrainState(jnp.int32(0), params, optax.sgd(1.0).init(params), teacher=teacher, aux=aux)
 
 
 def norm(tree):
@@ -138,12 +140,13 @@ def test_T30_at_the_first_update_the_ratio_is_one():
 def test_each_gradient_is_clipped_on_its_own_and_the_teacher_follows():
     rollout, credit = draw(6)
     (outcome, feedback), *_ = gradients(PARAMS, OTHER, rollout, credit)
-    state, metrics = step(state_of(), rollout, credit)
+    state, metrics = step(state_of(success=0.9), rollout, credit)  # the feedback has faded to a quarter
+    np.testing.assert_allclose(metrics["feedback/scale"], 0.25, rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm/outcome"], norm(outcome), rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm/feedback"], norm(feedback), rtol=1e-5)
     scales = [limit / norm(g) for limit, g in ((0.3, outcome), (0.2, feedback))]
     assert all(scale < 1 for scale in scales)
-    want = jax.tree.map(lambda p, a, b: p - scales[0] * a - scales[1] * b, PARAMS, outcome, feedback)
+    want = jax.tree.map(lambda p, a, b: p - scales[0] * a - 0.25 * scales[1] * b, PARAMS, outcome, feedback)
     tiny.assert_close(state.params, want, rtol=1e-5, atol=1e-6)
     followed = jax.tree.map(lambda old, new: old + 0.25 * (new - old), OTHER, state.params)  # T43
     tiny.assert_close(state.teacher, followed, rtol=1e-5, atol=1e-6)
@@ -280,7 +283,7 @@ def test_learning_rates_rise_over_the_warm_up_and_fall_to_zero_at_the_end(kind):
 
 
 def test_feedback_rises_falls_fades_and_is_gated():
-    knobs = dict(warmup=1, decay=0, off_at=2.0, min_gain=-1.0)
+    knobs = dict(warmup=1, decay=0, off_at=2.0, fade=0.2, min_gain=-1.0)
 
     def scale(step=5, success=0.0, gain=np.nan, **changes):
         aux = {"success": jnp.float32(success), "gain": jnp.float32(gain)}

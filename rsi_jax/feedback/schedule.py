@@ -1,4 +1,4 @@
-"""How much: the weight of feedback over time, remembered in TrainState.aux and advanced beside the variant."""
+"""How much: the share of feedback over time, remembered in TrainState.aux and advanced beside the variant."""
 
 import math
 
@@ -25,16 +25,18 @@ def remember_gain(state: base.TrainState, gain: float) -> base.TrainState:
     return state.replace(aux=dict(state.aux) | {"gain": jnp.asarray(gain, jnp.float32)})
 
 
-def scale(aux, step, *, warmup: int, decay: int, off_at: float, min_gain: float) -> jax.Array:
-    """Computes the factor on feedback, in [0, 1].
+def scale(
+    aux, step, *, warmup: int = 1, decay: int = 0, off_at: float = 2.0, fade: float = 0.2, min_gain: float = -1.0
+) -> jax.Array:
+    """Computes the factor on the feedback gradient, in [0, 1].
 
-    Rises linearly over `warmup` updates; falls linearly to 0 over `decay` updates (0 = never); 0 once the running
-    success reaches `off_at`, fading linearly over the 0.2 below it (1 = never: success cannot pass it, off_at > 1.2
-    leaves no fade); 0 while the measured hint gain is not above `min_gain` (NaN gain = not measured: open).
+    Rises linearly over `warmup` updates; falls linearly to 0 over `decay` updates (0 = never); falls to 0 as the
+    running success goes from off_at - fade to off_at (off_at - fade >= 1 = never: success cannot pass 1); 0 while the
+    measured hint gain is not above `min_gain` (NaN gain = not measured: open).
     """
     step = jnp.asarray(step, jnp.float32)
     rise = jnp.clip((step + 1.0) / max(1, warmup), 0.0, 1.0)
     fall = jnp.clip(1.0 - step / decay, 0.0, 1.0) if decay else 1.0
-    fade = jnp.clip((off_at - aux["success"]) / 0.2, 0.0, 1.0)
+    wane = jnp.clip((off_at - aux["success"]) / max(fade, 1e-6), 0.0, 1.0)
     useful = jnp.where(jnp.isnan(aux["gain"]) | (aux["gain"] > min_gain), 1.0, 0.0)
-    return rise * fall * fade * useful
+    return rise * fall * wane * useful

@@ -204,16 +204,10 @@ class Trainer:
             self.keep_batch(samples.LAST, self.last, state)
 
     def add_feedback(self, state: base.TrainState, rollout: base.Rollout, transcripts, step: int):
-        """Adds the views, weighed by the schedule, and measures what the teacher thinks of the right action."""
-        f, seed = self.config.feedback, f"feedback/{self.config.seed}/{step}"
+        """Adds the views, and measures what the teacher thinks of the right action."""
+        seed = f"feedback/{self.config.seed}/{step}"
         rollout, written, counts = feedback.add(rollout, transcripts, self.parts.chat, self.writing, seed=seed)
-        factor = float(
-            schedule.scale(state.aux, step, warmup=f.warmup, decay=f.decay, off_at=f.off_at, min_gain=f.min_gain)
-        )
-        counts["feedback/scale"] = factor
-        built = base.given(rollout.views, "views")
-        built = built.replace(weight_K=built.weight_K * np.float32(factor))
-        self.run.ledger.add(hint=views.extra_tokens(built))
+        self.run.ledger.add(hint=views.extra_tokens(base.given(rollout.views, "views")))
         self.run.ledger.drop("located turns beyond feedback.per_rollout", int(counts["feedback/left_out"]))
         self.run.ledger.drop("located turns with an empty hint", int(counts["feedback/empty_hints"]))
         if written and "right" in transcripts[0].turns[0].info:
@@ -226,7 +220,7 @@ class Trainer:
             voice = state.params if state.teacher is None else state.teacher
             counts["feedback/teacher_right"] = bound(voice, texts=texts)
             counts["feedback/student_right"] = bound(state.params, texts=[""] * len(texts))
-        return rollout.replace(views=built), written, counts
+        return rollout, written, counts
 
     def step(self, state: base.TrainState, step: int) -> tuple[base.TrainState, dict[str, Any]]:
         """One batch, from tasks to updated parameters."""

@@ -94,6 +94,9 @@ def make_objective(config) -> Objective:
     knobs = {name: value for name, value in config.rl.items() if name in known}
     return Objective(
         **knobs,
+        feedback_schedule=tuple(
+            (name, config.feedback[name]) for name in ("warmup", "decay", "off_at", "fade", "min_gain")
+        ),
         temperature=config.sample.temperature,
         teacher=config.feedback.teacher,
         teacher_rate=config.feedback.teacher_rate,

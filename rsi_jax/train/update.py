@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from rsi_jax import annotate, base, losses, optim
+from rsi_jax.feedback import schedule
 from rsi_jax.feedback import teacher as teacher_lib
 from rsi_jax.feedback import views as views_lib
 from rsi_jax.kernels import divergence as divergence_op
@@ -21,6 +22,8 @@ class Objective:
 
     outcome_clip, feedback_clip: each gradient is clipped to its own norm before they are added: a raw forward KL starts
     about 50 times larger than the policy gradient and would silence it under one common clip.
+    feedback_schedule: knobs of feedback.schedule.scale, whose factor multiplies the feedback gradient after its clip
+    (before it, the clip would undo the factor).
     span: scored tokens of a view at most (U). micro_batch: rollouts per forward, 0 = all at once.
     """
 
@@ -38,6 +41,7 @@ class Objective:
     value_clip: float = 0.2
     outcome_clip: float = 1.0
     feedback_clip: float = 1.0
+    feedback_schedule: tuple[tuple[str, float], ...] = ()
     temperature: float = 1.0
     teacher: str = "frozen"
     teacher_rate: float = 0.05
@@ -202,6 +206,7 @@ def make_update(
         metrics = dict(sums) | losses.summarise(ratios) | {"grad_norm/outcome": outcome_norm}
         if len(grads) == 2:
             clipped, norm = optim.clip(grads[1], objective.feedback_clip)
+            share = schedule.scale(state.aux, state.step, **dict(objective.feedback_schedule))
             dot = _dot(grads[0], grads[1])
             metrics |= {
                 "grad_norm/feedback": norm,
@@ -209,8 +214,9 @@ def make_update(
                 "feedback_loss": view_sums["feedback_loss"],
                 "divergence": view_sums["divergence"] / jnp.maximum(1, view_sums["views"]),
                 "views": view_sums["views"],
+                "feedback/scale": share,
             }
-            total = jax.tree.map(jnp.add, total, clipped)
+            total = jax.tree.map(lambda x, y: x + share * y, total, clipped)
         changes, opt = optimizer.update(total, state.opt, state.params)
         params = optax.apply_updates(state.params, changes)
         step = state.step + 1
