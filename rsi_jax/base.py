@@ -12,7 +12,8 @@ Columns are typed jax.Array; on the host the same fields hold numpy arrays, whic
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
 
 import flax.struct
@@ -262,6 +263,12 @@ class Transcript:
 
 class InputError(ValueError):
     """Bad input from the user: one line that names the file, field or sample and the mend. Commands exit with 2."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Ends an error on an unknown name: "; did you mean 'x'?" for the nearest known one, '' when none is near."""
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def require(rollout: Rollout, *columns: str) -> None:

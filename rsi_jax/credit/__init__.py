@@ -7,7 +7,6 @@ A variant is a public function `(rollout, *, knobs) -> base.Credit` of a family 
 columns it reads, for the stages that make them. A variant that wraps another takes it as `inner`.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 
@@ -36,8 +35,7 @@ def find(name: str) -> tuple[Callable[..., base.Credit], tuple[str, ...]]:
     """
     known = variants()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        mend = f"; did you mean '{near[0]}'?" if near else ""
+        mend = base.did_you_mean(name, known)
         raise base.InputError(f"unknown credit.name '{name}': one of {', '.join(sorted(known))}{mend}")
     needs = {key: columns for family in FAMILIES for key, columns in family.NEEDS.items()}
     return known[name], needs.get(name, ())

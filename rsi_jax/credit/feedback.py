@@ -5,8 +5,6 @@ the same gate on them. A view is used if it has a weight and a span, its rollout
 return), and the gate lets it through.
 """
 
-import difflib
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -116,8 +114,7 @@ def _check(rollout: base.Rollout) -> base.Views:
 def _check_divergence(name: str, alpha: float, top_k: int, clip: float, temperature: float) -> None:
     where = "credit.textual_feedback"
     if name not in DIVERGENCES:
-        near = difflib.get_close_matches(name, DIVERGENCES, n=1)
-        mend = f"; did you mean '{near[0]}'?" if near else ""
+        mend = base.did_you_mean(name, DIVERGENCES)
         raise base.InputError(f"{where}.divergence '{name}' is none of {', '.join(DIVERGENCES)}{mend}")
     if name == "jsd" and not 0 < alpha < 1:
         raise base.InputError(f"{where}.alpha must be in (0, 1), got {alpha}; its limits are forward_kl and reverse_kl")

@@ -4,7 +4,6 @@ An environment module defines `make(**knobs) -> Env`. States are immutable value
 """
 
 import dataclasses
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Sequence
@@ -58,7 +57,6 @@ def find(name: str):
     """
     known = [module.name for module in pkgutil.iter_modules(__path__)]
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise base.InputError(f"env.name={name!r} is no environment (known: {', '.join(known)}){hint}")
+        mend = base.did_you_mean(name, known)
+        raise base.InputError(f"env.name={name!r} is no environment (known: {', '.join(known)}){mend}")
     return importlib.import_module(f"rsi_jax.envs.{name}")

@@ -8,7 +8,6 @@ to the function: `reward(prompt, completion, **fields) -> float`.
 """
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import json
@@ -95,8 +94,7 @@ def find_reward(name: str) -> Callable[..., Any]:
         raise base.InputError(f"reward={name!r}: cannot import {module_name} ({_say(error)})") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], 1)
-        mend = f"; did you mean {near[0]!r}?" if near else ""
+        mend = base.did_you_mean(function_name, [n for n in vars(module) if not n.startswith("_")])
         raise base.InputError(f"reward={name!r}: {module_name} has no function {function_name!r}{mend}")
     return function
 

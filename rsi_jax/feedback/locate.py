@@ -5,7 +5,6 @@ user of the real system sees too. Adding one = one function here and its templat
 """
 
 import dataclasses
-import difflib
 import functools
 import random
 import re
@@ -62,9 +61,8 @@ def find(names: Sequence[str], knobs: Mapping[str, Mapping] | None = None) -> di
     rules = {}
     for name in names:
         if name not in RULES:
-            near = difflib.get_close_matches(str(name), RULES, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise base.InputError(f"feedback.rules names {name!r}, which is no rule (known: {', '.join(RULES)}){hint}")
+            mend = base.did_you_mean(name, RULES)
+            raise base.InputError(f"feedback.rules names {name!r}, which is no rule (known: {', '.join(RULES)}){mend}")
         rules[name] = functools.partial(RULES[name], **dict((knobs or {}).get(name, {})))
     return rules
 

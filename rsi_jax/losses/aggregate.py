@@ -1,7 +1,5 @@
 """Weights that carry the denominator of a loss, and the sum they weigh."""
 
-import difflib
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -78,6 +76,5 @@ def reciprocal(x: jax.Array) -> jax.Array:
 
 def choose(name: str, names: tuple[str, ...], what: str) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        mend = f"; did you mean '{near[0]}'?" if near else ""
+        mend = base.did_you_mean(name, names)
         raise base.InputError(f"unknown {what} '{name}': one of {', '.join(names)}{mend}")

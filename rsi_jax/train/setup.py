@@ -156,7 +156,8 @@ def check(config) -> None:
     ):
         group, name = path.split(".")
         value = config[group][name]
-        _need(value in names, f"{path}={value!r} is none of {', '.join(map(repr, names))}")
+        mend = base.did_you_mean(value, names)
+        _need(value in names, f"{path}={value!r} is none of {', '.join(map(repr, names))}{mend}")
     bind_credit(config.credit)
     if config.credit.name in config.credit:
         knobs = config.credit[config.credit.name]
