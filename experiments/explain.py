@@ -2,6 +2,7 @@
 
 python -m experiments.explain --config=configs/smollm2_style.py --trace=chats.jsonl
 python -m experiments.explain --config=configs/smollm2_style.py --trace=chats.jsonl --config.credit.name=grpo
+python -m experiments.explain --config=configs/tool_calls.py --trace=sessions.jsonl --weights=runs/tool_calls-1a2b3c4d
 
 A line of the file is {"messages": [{"role", "content", "reward"?}, ...], "group"?}: assistant messages are the actions,
 a message's reward lands where it ends, lines of one group (or with equal prompts) share a baseline. The locating rules
@@ -19,6 +20,7 @@ from experiments import cli
 
 _CONFIG = cli.config_file()
 _TRACE = flags.DEFINE_string("trace", None, "JSONL of conversations", required=True)
+_WEIGHTS = flags.DEFINE_string("weights", None, "run folder whose last parameters score (default: config.model as is)")
 _OUT = flags.DEFINE_string("out", None, "folder of report.html (default: runs/explain-<trace>)")
 
 SHOWN = 20  # rows of the table
@@ -41,7 +43,7 @@ COLUMNS = ("trace", "group", "turns", "tokens", "reward", "credit", "log p", "hi
 def main(_) -> None:
     from configs import default
     from rsi_jax import metrics, report
-    from rsi_jax.train import recorded, samples, setup
+    from rsi_jax.train import loop, recorded, samples, setup
 
     config, path = _CONFIG.value, _TRACE.value
     setup.check(config)
@@ -49,6 +51,9 @@ def main(_) -> None:
     env = setup.make_env(config) if config.model.source == "tiny" else None  # its words are the vocabulary
     needs = setup.bind_credit(config.credit)[1]
     model, params, chat = setup.make_model(config, env, value_head="value_BT" in needs)
+    scorer = _WEIGHTS.value or config.model.source
+    if _WEIGHTS.value:
+        params = loop.last_params(pathlib.Path(_WEIGHTS.value), params)
     rollout, transcripts = recorded.render(conversations, chat, capacity=config.rollout.capacity, path=path)
     batch, entropy_BT = recorded.score(config, params, model, chat, rollout, transcripts)
     rules = list(config.feedback.rules)
@@ -56,7 +61,7 @@ def main(_) -> None:
     file = report.write_report(
         pathlib.Path(_OUT.value or f"runs/explain-{pathlib.Path(path).stem}"),
         title=f"{pathlib.Path(path).name}: {config.credit.name}",
-        intro=f"Recorded conversations, scored by {config.model.source}; credit '{config.credit.name}'; no training."
+        intro=f"Recorded conversations, scored by {scorer}; credit '{config.credit.name}'; no training."
         + (" The critic is untrained: its values say nothing." if "value_BT" in needs else ""),
         curves=(),
         transcripts=traces,
@@ -64,7 +69,7 @@ def main(_) -> None:
         defaults=default.get_config(),
         environment=report.environment(),
     )
-    metrics.table(f"{path}, scored by {config.model.source}", COLUMNS, [row_of(one) for one in traces[:SHOWN]])
+    metrics.table(f"{path}, scored by {scorer}", COLUMNS, [row_of(one) for one in traces[:SHOWN]])
     if len(traces) > SHOWN:
         print(f"and {len(traces) - SHOWN} more in the report")
     print(f"report  {file}")

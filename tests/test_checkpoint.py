@@ -91,6 +91,15 @@ def test_restores_onto_the_templates_shardings(tmp_path):
     assert not tree["x"].committed
 
 
+def test_a_part_is_read_alone(tmp_path):
+    store, tree = checkpoint.Checkpoints(tmp_path), make_tree(3)
+    store.save(1, tree, {"done": True})
+    step, part, meta = store.restore(template()["params"], only="params")
+    assert (step, meta) == (1, {"done": True}) and checkpoint.digest(part) == checkpoint.digest(tree["params"])
+    with pytest.raises(base.InputError, match="1 of 5 leaves differ .missing in the checkpoint: params/more float32"):
+        store.restore(template()["params"] | {"more": jnp.zeros(2)}, only="params")
+
+
 def test_a_single_leaf_and_scalars_alone(tmp_path):
     store = checkpoint.Checkpoints(tmp_path)
     store.save(0, 7, {})

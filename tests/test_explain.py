@@ -10,7 +10,7 @@ from experiments import explain
 from rsi_jax import base
 from rsi_jax.model import chat as chat_lib
 from rsi_jax.model import tokenizer
-from rsi_jax.train import recorded, samples, setup
+from rsi_jax.train import loop, recorded, samples, setup
 from tests import tiny_files
 
 SYSTEM = {"role": "system", "content": "tools edit sed list ls"}
@@ -132,3 +132,17 @@ def test_traces_are_scored_hinted_and_credited(tmp_path):
     title, group, turns, tokens, reward, total, logp, hints, gain = explain.row_of(traces[1])
     assert (title, group, turns, reward, hints) == ("line 2", 0, 2, 0.5, 1)
     assert logp < 0 and gain is not None and explain.row_of(traces[0])[-1] is None
+
+
+def test_the_parameters_of_a_run_are_those_of_its_last_stage(tmp_path):
+    params = {"kernel": np.arange(3.0, dtype=np.float32)}
+    with pytest.raises(base.InputError, match="holds no checkpoint of a run"):
+        loop.last_params(tmp_path, params)
+    for index, name, step in ((0, "lm", 8), (2, "rl", 1), (10, "rl", 4), (11, "rl", None)):
+        saved = loop.checkpoints(tmp_path, index, name, 2)
+        saved.folder.mkdir(parents=True)
+        if step is not None:
+            saved.save(step, {"params": {"kernel": params["kernel"] + index}, "opt": np.zeros(2)}, {})
+    assert loop.last_params(tmp_path, params)["kernel"].tolist() == [10, 11, 12]
+    with pytest.raises(base.InputError, match="params/kernel saved float32\\[3\\], wanted float32\\[4\\]"):
+        loop.last_params(tmp_path, {"kernel": np.zeros(4, np.float32)})

@@ -105,7 +105,7 @@ class Checkpoints:
             ) from error
         return True
 
-    def restore(self, template: Any) -> tuple[int, Any, dict[str, Any]] | None:
+    def restore(self, template: Any, *, only: str = "") -> tuple[int, Any, dict[str, Any]] | None:
         """Reads the newest whole step, bitwise, onto the template's shardings.
 
         A damaged step is named in a warning, counted in `skipped`, and the one before it is read.
@@ -113,26 +113,29 @@ class Checkpoints:
         Args:
           template: pytree like the one saved; leaves may be jax.ShapeDtypeStruct, with or without a sharding. It gives
             structure, shapes, dtypes, placement and jax or numpy; the values and weak types are those saved.
+          only: name of the part of the saved tree that the template stands for ('params'); the rest is not read.
 
         Returns:
           (step, tree, meta), or None when nothing was ever saved here.
         Raises:
           base.InputError: the newest whole step does not fit the template, or no step is whole.
         """
-        wanted = {name: leaves.spec(leaf) for name, leaf in leaves.named(template)}
+        places = {f"{only}/{name}" if only else name: leaf for name, leaf in leaves.named(template)}
+        wanted = {name: leaves.spec(leaf) for name, leaf in places.items()}
         steps = self.steps()
         for step in reversed(steps):
             try:
                 body = self._read_host(step)
-                leaves.require_fit(self.folder / str(step), body["leaves"], wanted)
-                values = self._read_arrays(step, body["leaves"])
+                saved = [entry for entry in body["leaves"] if not only or entry["name"].startswith(f"{only}/")]
+                leaves.require_fit(self.folder / str(step), saved, wanted)
+                values = self._read_arrays(step, saved)
             except _DamagedError as error:
                 self.skipped += 1
                 self._damaged.add(step)
                 absl_logging.warning("checkpoint %s is damaged and skipped: %s", self.folder / str(step), error)
                 continue
-            entries = {entry["name"]: entry for entry in body["leaves"]}
-            placed = [leaves.place(leaf, entries[name], values.get(name)) for name, leaf in leaves.named(template)]
+            entries = {entry["name"]: entry for entry in saved}
+            placed = [leaves.place(leaf, entries[name], values.get(name)) for name, leaf in places.items()]
             return step, jax.tree.unflatten(jax.tree.structure(template), placed), body["meta"]
         if steps:
             raise base.InputError(
@@ -251,6 +254,7 @@ def _read(folder: pathlib.Path, step: int, names: list[str]) -> dict[str, np.nda
     arguments = ocp.args.PyTreeRestore(
         item=dict.fromkeys(names, 0),
         restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names},
+        partial_restore=True,
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)) as reader:
         return reader.restore(folder / str(step) / "arrays", args=arguments)

@@ -115,20 +115,19 @@ def _restore(run: loop.Run, policy_writer) -> tuple[int, loop.Restored | None]:
     return 0, None
 
 
-def _take_over(run: loop.Run, policy_writer) -> tuple[int, Any]:
+def _take_over(run: loop.Run) -> tuple[int, Any]:
     """Takes the stages before `rl` from another run: (index of the first stage to run, parameters)."""
     source, stages = pathlib.Path(run.config.init_from), run.config.stages
     if "rl" not in stages or stages.index("rl") == 0:
         raise base.InputError("init_from takes over the stages before 'rl'; stages has none")
     index = stages.index("rl") - 1
-    stage, _ = _make_stage(run, index, run.parts.start, policy_writer)
-    found = loop.checkpoints(source, index, stages[index], 1).restore(stage.state)
+    found = loop.checkpoints(source, index, stages[index], 1).restore(run.parts.start, only="params")
     if found is None or not found[2]["done"]:
         raise base.InputError(
             f"init_from={str(source)!r} holds no finished {stages[index]!r} stage; run it there first"
         )
     run.ledger.restore(found[2]["ledger"])
-    return index + 1, found[1].params
+    return index + 1, found[1]
 
 
 def run(config, folder: pathlib.Path, *, policy_writer=None, defaults=None, profile: bool = False) -> dict[str, Any]:
@@ -170,7 +169,7 @@ def _run_stages(state: loop.Run, policy_writer) -> None:
     with metrics.Tracker(state.folder, adapters=adapters, resume_step=position) as state.tracker:
         params, trainer, final = state.parts.start, None, None
         if found is None and config.init_from:
-            index, params = _take_over(state, policy_writer)
+            index, params = _take_over(state)
         for number in range(index, len(config.stages)):
             stage, trainer = _make_stage(state, number, params, policy_writer)
             final = loop.run_stage(state, stage, found)

@@ -114,6 +114,19 @@ def checkpoints(folder: pathlib.Path, index: int, name: str, keep: int) -> check
     return checkpoint.Checkpoints(folder / "checkpoints" / f"{index}_{name}", keep=keep)
 
 
+def last_params(folder: pathlib.Path, like: Any) -> Any:
+    """Reads the parameters that a run saved last, whatever the stage; `like` gives their shapes.
+
+    Raises: base.InputError when the folder holds no checkpoint, or one of another model.
+    """
+    names = [path.name for path in (folder / "checkpoints").glob("*_*") if path.is_dir()]
+    for name in sorted(names, key=lambda name: int(name.partition("_")[0]), reverse=True):
+        found = checkpoint.Checkpoints(folder / "checkpoints" / name).restore(like, only="params")
+        if found is not None:
+            return found[1]
+    raise base.InputError(f"{str(folder)!r} holds no checkpoint of a run")
+
+
 def check_finite(scalars: Mapping[str, Any], state: base.TrainState, stage: str, i: int) -> None:
     """Stops the run when a loss, a gradient norm or a parameter is not finite, naming the tensor and the sample.
 
