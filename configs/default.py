@@ -148,6 +148,17 @@ def _feedback():
         dict(failed_tool_call="reminder {wrong_tools}", malformed_call="reminder {wrong_tools}", long_answer="")
     )
     c.oracle = "reminder {right}"
+    c.policy_prompt = (  # what the policy is asked when it writes its own hints
+        "An assistant was asked: {request}\nIt answered: {said}\nWhat is wrong with that: {fault}.\n"
+        "Write one short instruction that would have prevented it."
+    )
+    c.faults = config_dict.ConfigDict(  # what is wrong, by rule, in the policy's prompt
+        dict(
+            failed_tool_call="there is no such tool",
+            malformed_call="the call cannot be read",
+            long_answer="the answer is too long",
+        )
+    )
     c.irrelevant = "reminder weather lunch news music traffic sports travel garden"
     c.hint_tokens = 24  # capacity of a hint; a longer one is an error, never cut
     c.branch_tokens = 32  # capacity of a hint and the trunk from its place to the end of the located turn

@@ -113,12 +113,14 @@ def test_writers_say_what_they_are_for():
     assert write("template") == ["reminder tools search rg edit vim", "reminder", "reminder tools list ls test tox"]
     assert write("empty") == ["", "", ""]
     assert write("oracle") == ["reminder rg0", "reminder rg1", "reminder rg1"]
-    policy = write("policy", policy=lambda t, turn, rule: f"{t.seed} {turn} {rule}")
+    policy = write(
+        "policy", policy=lambda findings, batch: [f"{batch[f.row].seed} {f.turn} {f.rule}" for f in findings]
+    )
     assert policy == ["0 0 failed_tool_call", "0 1 malformed_call", "1 1 failed_tool_call"]
     first = [found()[0][0]]
     assert write("wrong", first) == ["reminder tools search vim edit rg"]  # the same names, each for another purpose
     for name in (*hints.WRITERS, "policy"):
-        assert write(name, [], policy=lambda *_: "") == []
+        assert write(name, [], policy=lambda *_: 1 / 0) == []
 
 
 def test_irrelevant_words_are_as_many_as_the_hint_has():
@@ -217,7 +219,7 @@ def test_T45_a_batch_without_faults_has_views_of_weight_zero():
 @given(words=st.lists(st.integers(1, 70), min_size=3, max_size=3))
 def test_T44_a_hint_is_never_cut(words):
     texts = iter(" ".join(["tools"] * n) for n in words)
-    rollout, written, counts = add("policy", policy=lambda *_: next(texts))
+    rollout, written, counts = add("policy", policy=lambda *_: list(texts))
     kept = rollout.views.hint_length_K.sum()
     assert kept == counts["feedback/hint_tokens"] == sum(n + 2 for n in words)
 

@@ -9,7 +9,7 @@ others are controls that must not work as well:
   wrong       the template with the listed tools handed to the wrong purposes
   oracle      the right action itself, from the environment (an upper bound, not a method)
 
-A policy can write its own hints: pass any callable as `policy` and choose `policy`.
+`policy`: a callable writes them; the policy itself (train/writer.py) unless another is passed to train.run.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from rsi_jax import base
 from rsi_jax.feedback.locate import Finding
 
-# (transcript, turn index, rule name) -> hint text: the policy, a judge, a person.
-PolicyWriter = Callable[[base.Transcript, int, str], str]
+# (findings, transcripts) -> a hint text per finding, '' = none: the policy, a judge, a person.
+PolicyWriter = Callable[[Sequence[Finding], Sequence[base.Transcript]], list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def write(
     if name == "policy":
         if policy is None:
             raise base.InputError("feedback.hint='policy' needs a callable that writes hints; pass it to train.run")
-        return [policy(transcripts[f.row], f.turn, f.rule) for f in findings]
+        return policy(findings, transcripts) if findings else []
     if name not in WRITERS:
         raise base.InputError(f"feedback.hint={name!r} is no hint writer (known: {', '.join([*WRITERS, 'policy'])})")
     return WRITERS[name](findings, transcripts, templates, seed)

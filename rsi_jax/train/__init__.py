@@ -13,7 +13,7 @@ from rsi_jax import base, checkpoint, envs, metrics, optim, sharding
 from rsi_jax.feedback import schedule
 from rsi_jax.model import transformer
 from rsi_jax.train import evaluate as evaluate_lib
-from rsi_jax.train import lm, loop, present, rl, setup
+from rsi_jax.train import lm, loop, present, rl, setup, writer
 from rsi_jax.train.loop import Stopped
 from rsi_jax.train.rl import ParityError
 
@@ -133,11 +133,14 @@ def _take_over(run: loop.Run) -> tuple[int, Any]:
 def run(config, folder: pathlib.Path, *, policy_writer=None, defaults=None, profile: bool = False) -> dict[str, Any]:
     """Runs every stage of the config in `folder`, measures before and after, writes the report; returns the results.
 
-    policy_writer: a feedback.hints.PolicyWriter for feedback.hint = 'policy'. defaults: the config whose values the
-    report does not mark. profile: also write a jax.profiler trace of a few steps of each stage into <folder>/profile.
+    policy_writer: a feedback.hints.PolicyWriter for feedback.hint = 'policy', None = the policy itself. defaults: the
+    config whose values the report does not mark. profile: also write a jax.profiler trace of a few steps of each stage
+    into <folder>/profile.
     Raises: base.InputError; Stopped after SIGTERM or Ctrl-C, saved; FloatingPointError when training diverges.
     """
-    parts = setup.make_parts(config)
+    parts, f = setup.make_parts(config), config.feedback
+    if f.hint == "policy" and policy_writer is None:
+        writer.check_prompt(f.policy_prompt, f.faults, f.rules, parts.chat)
     with (
         checkpoint.Stop() as stop,
         metrics.Progress() as progress,

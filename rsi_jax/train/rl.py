@@ -21,7 +21,7 @@ from rsi_jax import rollout as rollout_lib
 from rsi_jax.credit import rewards
 from rsi_jax.feedback import schedule, teacher, views
 from rsi_jax.model import transformer
-from rsi_jax.train import evaluate, lm, loop, samples, setup, update
+from rsi_jax.train import evaluate, lm, loop, samples, setup, update, writer
 
 PHASES = ("generate", "feedback", "annotate", "train")  # what counts as the wall time of the method
 
@@ -206,7 +206,13 @@ class Trainer:
     def add_feedback(self, state: base.TrainState, rollout: base.Rollout, transcripts, step: int):
         """Adds the views, and measures what the teacher thinks of the right action."""
         seed = f"feedback/{self.config.seed}/{step}"
-        rollout, written, counts = feedback.add(rollout, transcripts, self.parts.chat, self.writing, seed=seed)
+        writing, f = self.writing, self.config.feedback
+        if f.hint == "policy" and writing.policy is None:
+            bound = dict(prompt=f.policy_prompt, faults=f.faults, tokens=f.hint_tokens)
+            key = jax.random.fold_in(jax.random.fold_in(self.key, step), 2**31 - 1)
+            ask = functools.partial(writer.write, state.params, self.parts.sampler, key=key, **bound)
+            writing = dataclasses.replace(writing, policy=ask)
+        rollout, written, counts = feedback.add(rollout, transcripts, self.parts.chat, writing, seed=seed)
         self.run.ledger.add(hint=views.extra_tokens(base.given(rollout.views, "views")))
         self.run.ledger.drop("located turns beyond feedback.per_rollout", int(counts["feedback/left_out"]))
         self.run.ledger.drop("located turns with an empty hint", int(counts["feedback/empty_hints"]))
