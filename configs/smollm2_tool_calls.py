@@ -1,0 +1,24 @@
+"""SmolLM2-135M-Instruct on the tool-call task: it learns to call the tool that was listed, not its usual one.
+
+make smollm2 && python -m experiments.train --config=configs/smollm2_tool_calls.py
+"""
+
+from configs import default
+
+
+def get_config():
+    c = default.get_config()
+    c.model.source = "smollm2"
+    c.env.tool_calls.update(horizon=24, goals=10, slack=2, listed=8)
+    c.rollout.update(capacity=640, slots=8)
+    c.sample.max_tokens = 6
+    c.lm.update(updates=16, batch_rows=4, row_tokens=640, optimizer="adamw", lr=1e-4, warmup=3)
+    c.lm.update(short_horizon=3, short_share=0.8, hinted_horizon=12)
+    c.rl.update(updates=8, groups=4, group_size=2, lr=2e-5, warmup=2, micro_batch=4)
+    c.credit.textual_feedback.inner = "grpo"
+    c.feedback.update(per_rollout=4, hint_tokens=48, branch_tokens=96, off_at=2.0)
+    c.evaluation.update(episodes=8, final_episodes=24, every=0, gain_turns=64)
+    c.evaluation.perplexity_text = "public_domain.txt"
+    c.checkpoint.every = 4
+    c.compute.chunk = 128  # logits of 49,152 words
+    return c
