@@ -34,10 +34,11 @@ def main(_) -> None:
     file = flags.FLAGS["config"].config_filename
     name = pathlib.Path(file.split(":", 1)[0]).stem
     folder = present.open_folder(config, name=name, fresh=_FRESH.value)
-    results = present.finished(folder)
-    if results is None:
-        results = train.run(config, folder, defaults=default.get_config(), profile=_PROFILE.value)
-        results = present.store(folder, results)
+    with present.lock(folder):
+        results = present.finished(folder)
+        if results is None:
+            results = train.run(config, folder, defaults=default.get_config(), profile=_PROFILE.value)
+            results = present.store(folder, results)
     rows = present.headline(results, config.evaluation.final_episodes)
     present.table(rows, f"{name}: before and after, without hints")
     print(f"run folder    {folder}\nreport        {folder / report.REPORT_FILE}")

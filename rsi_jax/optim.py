@@ -59,6 +59,7 @@ def make(
             adam_b1=b1,
             adam_b2=b2,
             weight_decay=weight_decay,
+            adam_weight_decay=weight_decay,
             consistent_rms=0.2,  # update RMS of AdamW, so that one learning rate serves both
             muon_weight_dimension_numbers=_muon_dimensions,
         )

@@ -160,6 +160,24 @@ def test_a_run_is_not_continued_with_another_config(tmp_path):
     assert not (present.open_folder(config, name="x", fresh=True) / "checkpoints").exists()
 
 
+def test_one_process_writes_a_run_and_a_killed_one_holds_nothing(tmp_path):
+    config = default.get_config()
+    config.run_dir = str(tmp_path / "run")
+    folder = present.open_folder(config, name="x")
+    code = "import pathlib, sys, time; from rsi_jax.train import present\n"
+    code += "with present.lock(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        assert other.stdout.readline() == "held\n"
+        for fresh in (False, True):
+            refused = pytest.raises(base.InputError, match=f"is being written by process {other.pid}: wait for it")
+            with refused, present.lock(present.open_folder(config, name="x", fresh=fresh)):
+                pass
+        assert (folder / present.CONFIG_FILE).is_file()
+        other.kill()
+    with present.lock(folder):
+        pass
+
+
 def test_fresh_deletes_only_runs(tmp_path):
     config = default.get_config()
     config.run_dir = str(tmp_path)

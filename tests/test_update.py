@@ -258,6 +258,14 @@ def test_optimizers_step_every_parameter_against_its_gradient(name):
         optim.make("sgd", optax.constant_schedule(0.1))
 
 
+@pytest.mark.parametrize("name", optim.NAMES)
+def test_weight_decay_shrinks_every_leaf_alike(name):
+    optimizer = optim.make(name, optax.constant_schedule(0.01), weight_decay=0.5)
+    still = jax.tree.map(jnp.zeros_like, PARAMS)
+    changes, _ = optimizer.update(still, optimizer.init(PARAMS), PARAMS)
+    tiny.assert_close(changes, jax.tree.map(lambda p: -0.005 * p, PARAMS), rtol=1e-5)
+
+
 def test_clip_bounds_the_norm_and_zero_is_no_bound():
     grads = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray([[4.0]])}
     for limit, want in ((1.0, 1.0), (10.0, 5.0), (0, 5.0)):

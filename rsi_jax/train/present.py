@@ -1,12 +1,14 @@
 """How a run presents itself: its folder, the headline before and after, the JSON line, the report."""
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from rsi_jax import base, metrics, report
 from rsi_jax.report import page
 from rsi_jax.train import samples
 
-CONFIG_FILE, RESULTS_FILE = "config.json", "results.json"
+CONFIG_FILE, RESULTS_FILE, LOCK_FILE = "config.json", "results.json", "lock"
 # Fields of config.lm that say how to train; the others say on what demonstrations.
 LM_KNOBS = ("updates", "batch_rows", "row_tokens", "lr", "warmup", "schedule", "clip", "weight_decay", "data", "path")
 
@@ -49,6 +51,27 @@ def digest(config: Any) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
 
+@contextlib.contextmanager
+def lock(folder: pathlib.Path) -> Iterator[None]:
+    """Holds the run folder: one process writes a run. The lock goes with the process, however it ends.
+
+    Raises: base.InputError when another process holds it.
+    """
+    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise base.InputError(
+                f"{folder} is being written by process {file.read().strip()}: wait for it or stop it, or choose "
+                "another --run_dir"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
 def open_folder(config: Any, *, name: str, fresh: bool = False) -> pathlib.Path:
     """Makes or finds the run's folder and writes the effective config into it.
 
@@ -61,7 +84,8 @@ def open_folder(config: Any, *, name: str, fresh: bool = False) -> pathlib.Path:
     if fresh and folder.is_dir():
         if not (folder / CONFIG_FILE).is_file() and any(folder.iterdir()):
             raise base.InputError(f"--fresh: {folder} is no run folder (it has no {CONFIG_FILE}); delete it yourself")
-        shutil.rmtree(folder)
+        with lock(folder):
+            shutil.rmtree(folder)
     effective = metrics.jsonable(config.to_dict())
     if (folder / "checkpoints").is_dir() or (folder / RESULTS_FILE).is_file():
         changed = _changed(_read_json(folder / CONFIG_FILE), effective)

@@ -131,7 +131,10 @@ class Trainer:
         return rollout, transcripts, {"silent_groups": float(len(silent)), "dynamic_rounds": float(attempt)}
 
     def _play(self, params, batch, key):
+        words = self.parts.chat.tokenizer
+        odd = words.replaced
         rollout, transcripts = rollout_lib.collect(params, batch, key, self.parts.sampler)
+        self.run.ledger.drop("characters that the vocabulary cannot spell", words.replaced - odd)
         sampled = sum(turn.length for transcript in transcripts for turn in transcript.turns)
         self.run.ledger.add(generated=sampled)
         self.run.ledger.drop("rollouts truncated by the context", sum(t.truncated for t in transcripts))
