@@ -17,18 +17,18 @@ MAX_POINTS, MAX_SERIES, MAX_SPREAD, LOG_SPREAD = 400, 5, 10.0, 300.0
 
 # A panel takes the metrics that its pattern finds and no panel above it took. The order is the order on the page.
 PANELS = (
-    ("Success and reward", r"success|reward|return|accuracy|solved|pass_rate"),
-    ("Probability of the right action", r"(prob|logp).*(right|correct)|(right|correct)_prob|teacher_prob"),
+    ("Success and reward", r"success|filler_correct|(?<!nonfinite_)reward|return|accuracy|solved|pass_rate"),
+    ("Probability of the right action", r"(^|[/_])right(_|$)"),
     ("Loss terms", r"loss|diverg|distil"),
     ("Invalid and truncated", r"invalid|malformed|truncat|overlong|parse|skipped"),
-    ("Hint gain", r"gain|hint"),
+    ("Located turns and their hints", r"gain|hint|located|left_out|views"),
     ("Entropy", r"entropy"),
     ("Policy drift", r"(^|[/_])kl|ratio|clip_frac|ess\b|stale"),
     ("Gradient and update norms", r"grad|update_norm|param_norm"),
-    ("Lengths", r"length|turns"),
-    ("Credit", r"adv|credit"),
+    ("Lengths", r"length|turns|tokens"),
+    ("Credit", r"adv|credit|groups|dynamic_rounds"),
     ("Throughput", r"per_second|mfu|seconds"),
-    ("Schedules", r"learning_rate|(^|/)lr$|temperature|weight"),
+    ("Schedules", r"learning_rate|(^|/)lr$|temperature|weight|scale"),
 )
 OTHER = "Other"
 

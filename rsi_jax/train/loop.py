@@ -199,6 +199,7 @@ def _advance(run: Run, stage: Stage, state: base.TrainState, i: int) -> tuple[ba
     state, scalars = stage.step(state, i)
     scalars = {name: np.asarray(value).item() for name, value in jax.device_get(dict(scalars)).items()}
     check_finite(scalars, state, stage.name, i)
+    scalars.pop("bad_row", None)
     scalars |= run.ledger.scalars() | {"time/step": time.perf_counter() - began}
     run.tracker.log(stage.name, run.offset + i + 1, scalars)
     run.progress.update(i + 1, reward=scalars.get("reward"), tokens=int(scalars.get("tokens", 0)))
