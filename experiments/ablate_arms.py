@@ -28,7 +28,7 @@ from experiments import cli
 _CONFIG = cli.config_file("configs/tool_calls.py")
 _ARMS = flags.DEFINE_list("arms", [], "arms to run (default: all)")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "seeds")
-_RATES = flags.DEFINE_list("rates", ["4e-3", "1.3e-3", "1.2e-2"], "learning rates of the grpo arm")
+_RATES = flags.DEFINE_list("rates", ["4e-3", "1e-3", "2.5e-4"], "learning rates of the grpo arm")
 _LONGER = flags.DEFINE_float("longer", 1.4, "batches of the grpo arm, as a multiple of the config's")
 _RESULTS = flags.DEFINE_string("results", "experiments/results/ablate_arms.jsonl", "rows, appended as they finish")
 _FOLDER = flags.DEFINE_string("folder", "runs/ablate_arms", "where the runs go")
