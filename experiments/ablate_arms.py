@@ -14,12 +14,14 @@ stdout ends with one JSON line: arms {name: {metric: [mean, low, high]}}, runs, 
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from absl import flags
 
@@ -80,8 +82,11 @@ def start(argv: list[str], core: int, log: pathlib.Path) -> subprocess.Popen:
         return subprocess.Popen(argv, stdout=out, stderr=out, preexec_fn=lambda: os.sched_setaffinity(0, {core}))
 
 
-def run_all(jobs: list[tuple[str, list[str], pathlib.Path]], at_once: int, done) -> list[str]:
-    """Runs (name, argv, log) jobs, `at_once` at a time; calls done(name) after each success; returns what failed."""
+def run_all(jobs: list[tuple[str, Callable[[], list[str]], pathlib.Path]], at_once: int, done) -> list[str]:
+    """Runs (name, argv, log) jobs, `at_once` at a time; calls done(name) after each success; returns what failed.
+
+    argv: called when the job starts; it may read the rows of the jobs that are done.
+    """
     cores = sorted(os.sched_getaffinity(0))
     waiting, running, failed = list(jobs), {}, []
     while waiting or running:
@@ -89,7 +94,7 @@ def run_all(jobs: list[tuple[str, list[str], pathlib.Path]], at_once: int, done)
             if slot not in running and waiting:
                 name, argv, log = waiting.pop(0)
                 print(f"start {name}", file=sys.stderr, flush=True)
-                running[slot] = name, start(argv, cores[slot % len(cores)], log), log
+                running[slot] = name, start(argv(), cores[slot % len(cores)], log), log
         for slot, (name, process, log) in list(running.items()):
             if process.poll() is None:
                 continue
@@ -194,15 +199,22 @@ def main(_) -> None:
     have = {(row["arm"], row["seed"]) for row in cli.read_rows(results)}
     measured = ("evaluation.episodes=512", f"evaluation.every={batches}", "evaluation.final_episodes=512")
 
-    def runs_of(wave) -> list:
-        jobs = []
-        for arm, seed, extra in wave:
-            if (arm.name, int(seed)) not in have:
-                where = folder / f"{arm.name}-{seed}"
-                start_from = (f"init_from={folder / f'warm_up-{seed}'}",) if arm.rl else ()
-                argv = command(file, where, seed, (*measured, *arm.overrides, *start_from, *extra))
-                jobs.append((f"{arm.name}/{seed}", argv, folder / f"{arm.name}-{seed}.log"))
-        return jobs
+    def argv_of(arm: Arm, seed: str) -> list[str]:
+        overrides = [*measured, *arm.overrides]
+        if arm.rl:
+            overrides.append(f"init_from={folder / f'warm_up-{seed}'}")
+            spent = {row["seed"]: row["method_s"] for row in cli.read_rows(results) if row["arm"] == "textual_feedback"}
+            if int(seed) in spent:
+                overrides.append(f"rl.max_minutes={spent[int(seed)] / 60:.3f}")
+        return command(file, folder / f"{arm.name}-{seed}", seed, overrides)
+
+    def runs_of(arms) -> list:
+        return [
+            (f"{arm.name}/{seed}", functools.partial(argv_of, arm, seed), folder / f"{arm.name}-{seed}.log")
+            for arm in arms
+            for seed in _SEEDS.value
+            if (arm.name, int(seed)) not in have
+        ]
 
     def keep(name: str) -> None:
         arm, seed = name.rsplit("/", 1)
@@ -210,14 +222,8 @@ def main(_) -> None:
             with results.open("a") as out:
                 out.write(json.dumps(row_of(arm, seed, folder / f"{arm}-{seed}", batches)) + "\n")
 
-    warm, seeds = Arm("warm_up", "warm_up", ("stages=('lm',)",), rl=False), _SEEDS.value
-    failed = run_all(runs_of([(warm, seed, ()) for seed in seeds]), _JOBS.value, keep)
-    ours = [arm for arm in arms if arm.name == "textual_feedback"]
-    failed += run_all(runs_of([(arm, seed, ()) for arm in ours for seed in seeds]), _JOBS.value, keep)
-    spent = {row["seed"]: row["method_s"] for row in cli.read_rows(results) if row["arm"] == "textual_feedback"}
-    limits = {seed: (f"rl.max_minutes={spent[int(seed)] / 60:.3f}",) for seed in seeds if int(seed) in spent}
-    wave = [(arm, seed, limits.get(seed, ()) if arm.rl else ()) for arm in arms if arm not in ours for seed in seeds]
-    failed += run_all(runs_of(wave), _JOBS.value, keep)
+    warm = Arm("warm_up", "warm_up", ("stages=('lm',)",), rl=False)
+    failed = run_all(runs_of([warm]), _JOBS.value, keep) + run_all(runs_of(arms), _JOBS.value, keep)
     rows = [row for row in cli.read_rows(results) if str(row["seed"]) in _SEEDS.value]
     show(rows, batches)
     for line in failed:

@@ -155,6 +155,20 @@ def test_each_gradient_is_clipped_on_its_own_and_the_teacher_follows():
     np.testing.assert_allclose(metrics["grad_cosine"], dot / norm(outcome) / norm(feedback), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", optim.NAMES)
+def test_a_batch_without_signal_moves_nothing_whatever_the_momentum(name):
+    rollout, credit = draw(6)
+    optimizer = optim.make(name, optax.constant_schedule(0.01), weight_decay=0.1)
+    one = update.make_update(CONFIG, dataclasses.replace(OBJECTIVE, kl_coef=0.0, entropy_coef=0.0), optimizer)
+    silent = base.Credit(jnp.zeros_like(credit.adv_BT), None)
+    state, metrics = one(dataclasses.replace(state_of(), opt=optimizer.init(PARAMS)), rollout, credit)
+    assert metrics["without_signal"] == 0
+    before = jax.device_get((state.params, state.opt))
+    state, metrics = one(state, rollout, silent)
+    assert metrics["without_signal"] == 1 and state.step == 2
+    tiny.assert_close((state.params, state.opt), before)  # to the bit
+
+
 def test_i_feedback_of_weight_zero_is_the_outcome_loss_alone():
     rollout, credit = draw(7)
     off = credit.replace(view_weight_K=jnp.zeros_like(credit.view_weight_K))

@@ -26,7 +26,7 @@ PANELS = (
     ("Policy drift", r"(^|[/_])kl|ratio|clip_frac|ess\b|stale"),
     ("Gradient and update norms", r"grad|update_norm|param_norm"),
     ("Lengths", r"length|turns|tokens"),
-    ("Credit", r"adv|credit|groups|dynamic_rounds"),
+    ("Credit", r"adv|credit|groups|dynamic_rounds|without_signal"),
     ("Throughput", r"per_second|mfu|seconds"),
     ("Schedules", r"learning_rate|(^|/)lr$|temperature|weight|scale"),
 )

@@ -195,6 +195,8 @@ def make_update(
 ):
     """Binds the static parts and jits: update(state, rollout, credit) -> (state, metrics). The state is donated.
 
+    A batch whose gradient is exactly 0 (no group with signal, no view) moves nothing, the optimizer's state included:
+    Muon makes a full-sized step of whatever direction its momentum has left, and destroyed policies that way (LOG.md).
     places: shardings of the state, which the new one keeps; None = as XLA likes (then a second step may compile again).
     """
 
@@ -218,7 +220,10 @@ def make_update(
             }
             total = jax.tree.map(lambda x, y: x + share * y, total, clipped)
         changes, opt = optimizer.update(total, state.opt, state.params)
-        params = optax.apply_updates(state.params, changes)
+        moved = optax.tree.norm(total) != 0  # NaN moves too, and is found by the loop
+        new = optax.apply_updates(state.params, changes), opt
+        params, opt = jax.tree.map(lambda x, y: jnp.where(moved, x, y), new, (state.params, state.opt))
+        metrics["without_signal"] = 1.0 - moved
         step = state.step + 1
         teacher = teacher_lib.advance(
             objective.teacher,
