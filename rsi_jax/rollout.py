@@ -20,10 +20,16 @@ from rsi_jax.model.chat import Chat
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One rollout to collect: the environment's seed and the group that shares its baseline."""
+    """One rollout to collect: the environment's seed and the group that shares its baseline.
+
+    prefix, turns: play on from the first `turns` turns of this transcript of the same seed; what it said there counts
+    as observation (it is not trained on), and its rewards stay where they landed.
+    """
 
     seed: int
     group: int
+    prefix: base.Transcript | None = None
+    turns: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +66,21 @@ class _Episode:
                 "raise rollout.capacity or shorten the prompt"
             )
         self._append(chunk, messages, base.PROMPT)
+        if task.prefix is not None:
+            self._replay(task.prefix, task.turns)
+
+    def _replay(self, prefix: base.Transcript, turns: int) -> None:
+        """Plays the first turns of a transcript again; the cache holds none of it yet."""
+        for record in prefix.turns[:turns]:
+            ids, place = prefix.tokens[record.start : record.start + record.length], len(self.segments)
+            finish = base.STOP if ids[-1] in self.chat.stop_ids else base.LENGTH
+            self.act(ids, [0.0] * len(ids), [1.0] * len(ids), finish)
+            self.segments[place] |= dict(kind=base.OBSERVATION, finish=base.NOT_SAMPLED)
+        tokens, self.cached = self.transcript.tokens, 0
+        if tokens != prefix.tokens[: len(tokens)]:
+            raise base.InputError(f"task {prefix.seed}: its environment answers otherwise when it is played again")
+        if self.done:
+            raise ValueError(f"task {prefix.seed}: the episode is over after {turns} turns, nothing can follow")
 
     def _append(self, chunk, messages, kind: int) -> None:
         start = len(self.transcript.tokens)
@@ -119,7 +140,7 @@ def collect(
     """Plays one episode per task: (rollout as host arrays, transcripts), both in the order of `tasks`.
 
     key: consumed; row i samples with fold_in(key, i). tick: called with the tokens sampled after each turn.
-    Raises: base.InputError when a prompt does not fit the context.
+    Raises: base.InputError when a prompt does not fit the context, or a prefix cannot be replayed.
     """
     key_B = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(tasks)))
     waiting = list(enumerate(tasks))[::-1]
