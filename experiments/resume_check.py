@@ -2,9 +2,10 @@
 
 python -m experiments.resume_check --config=configs/resume_check.py --kills=20
 
-Two uninterrupted runs come first: they must agree with each other, and their time is what the kills are drawn from,
-uniformly, start-up included. Of every five trials three take one kill -9, one takes two to four of them, and one takes
-a SIGTERM (after which the run must end with code 0) and a kill -9. Each trial starts the same command again until it
+Three uninterrupted runs come first: one that compiles, then two side by side, as trials are, that read what it has
+compiled. They must agree, and the time of the two is what the kills are drawn from, uniformly, start-up included. Of
+every five trials three take one kill -9, one takes two to four of them, and one takes a SIGTERM (after which the run
+must end with code 0) and a kill -9. Each trial starts the same command again until it
 ends. Compared: the digest of the final state, the newest checkpoint of every stage, metrics.jsonl but its `time/`
 fields, and the archived rollouts with their transcripts. Flags that begin with --config go to every run as they stand.
 
@@ -264,13 +265,14 @@ def _lines(folder: pathlib.Path) -> int:
 
 
 def check(runner: Runner, kills: int, seed: int, parallel: int) -> tuple[list[Trial], list[str]]:
-    """Runs it all: (the trials, what differs between the two uninterrupted runs)."""
+    """Runs it all: (the trials, what differs between the uninterrupted runs)."""
     from rsi_jax import metrics
 
     with concurrent.futures.ThreadPoolExecutor(max(2, parallel)) as pool, metrics.Progress() as progress:
         try:
-            progress.stage("uninterrupted", 2)
-            (wanted, first), (again, second) = pool.map(runner.alone, ("alone0", "alone1"))
+            progress.stage("uninterrupted", 3)
+            wanted, _ = runner.alone("alone0")
+            (again, first), (more, second) = pool.map(runner.alone, ("alone1", "alone2"))
             runner.seconds = (first + second) / 2
             progress.stage("trials", kills)
             slots = threading.Semaphore(parallel)
@@ -286,7 +288,7 @@ def check(runner: Runner, kills: int, seed: int, parallel: int) -> tuple[list[Tr
                 progress.update(len(trials), note=f"{bad} differ")
         finally:
             runner.close()
-    return sorted(trials, key=lambda trial: trial.number), differences(wanted, again)
+    return sorted(trials, key=lambda trial: trial.number), differences(wanted, again) or differences(wanted, more)
 
 
 def _edited() -> float:

@@ -37,6 +37,7 @@ def main(_) -> None:
     with present.lock(folder):
         results = present.finished(folder)
         if results is None:
+            present.keep_compiled(folder)
             results = train.run(config, folder, defaults=default.get_config(), profile=_PROFILE.value)
             results = present.store(folder, results)
     rows = present.headline(results, config.evaluation.final_episodes)

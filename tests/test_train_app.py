@@ -178,6 +178,15 @@ def test_one_process_writes_a_run_and_a_killed_one_holds_nothing(tmp_path):
         pass
 
 
+def test_compiled_programs_are_kept_beside_the_run_unless_jax_is_told_otherwise(tmp_path):
+    code = "import pathlib, sys, jax; from rsi_jax.train import present\n"
+    code += "present.keep_compiled(pathlib.Path(sys.argv[1])); print(jax.config.jax_compilation_cache_dir)"
+    for told, want in (("", str(tmp_path / present.COMPILED_FOLDER)), (str(tmp_path / "mine"), str(tmp_path / "mine"))):
+        env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": told}
+        argv = [sys.executable, "-c", code, str(tmp_path / "run")]
+        assert subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env).stdout == f"{want}\n"
+
+
 def test_fresh_deletes_only_runs(tmp_path):
     config = default.get_config()
     config.run_dir = str(tmp_path)

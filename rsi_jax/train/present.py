@@ -18,6 +18,7 @@ from rsi_jax.report import page
 from rsi_jax.train import samples
 
 CONFIG_FILE, RESULTS_FILE, LOCK_FILE = "config.json", "results.json", "lock"
+COMPILED_FOLDER = ".compiled"
 # Fields of config.lm that say how to train; the others say on what demonstrations.
 LM_KNOBS = ("updates", "batch_rows", "row_tokens", "lr", "warmup", "schedule", "clip", "weight_decay", "data", "path")
 
@@ -104,6 +105,16 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     before, after = page.flatten(old), page.flatten(new)
     names = [name for name in before | after if name != "run_dir" and before.get(name) != after.get(name)]
     return [f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}" for name in names]
+
+
+def keep_compiled(folder: pathlib.Path) -> None:
+    """Keeps compiled programs beside the run folder, for a run that continues and for others of the same shapes.
+
+    JAX's own setting (JAX_COMPILATION_CACHE_DIR) wins. A program read back is the same program: the same bits.
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(folder.absolute().parent / COMPILED_FOLDER))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def finished(folder: pathlib.Path) -> dict[str, Any] | None:
