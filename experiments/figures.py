@@ -14,7 +14,9 @@ from absl import flags
 from experiments import cli
 
 _ROWS = flags.DEFINE_string("rows", "experiments/results/ablate_arms.jsonl", "rows of experiments.ablate_arms")
-_OUT = flags.DEFINE_string("out", "experiments/results/ablate_arms.svg", "the figure; the ending names the format")
+_FIGURE = flags.DEFINE_string(
+    "figure", "experiments/results/ablate_arms.svg", "the figure; the ending names the format"
+)
 
 # In the order of the figure: how a reader would call the arm. Those of learning rates are added as they are found.
 LABELS = {
@@ -78,8 +80,8 @@ def main(_) -> None:
     rows = cli.read_rows(pathlib.Path(_ROWS.value))
     if not rows:
         raise base.InputError(f"--rows={_ROWS.value}: no rows; run experiments.ablate_arms first")
-    draw(rows, pathlib.Path(_OUT.value))
-    metrics.finish({"figure": _OUT.value, "rows": len(rows)})
+    draw(rows, pathlib.Path(_FIGURE.value))
+    metrics.finish({"figure": _FIGURE.value, "rows": len(rows)})
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Objective:
     value_clip: float = 0.2
     outcome_clip: float = 1.0
     feedback_clip: float = 1.0
-    feedback_schedule: tuple[tuple[str, float], ...] = ()
+    feedback_schedule: tuple[tuple[str, Any], ...] = ()
     temperature: float = 1.0
     teacher: str = "frozen"
     teacher_rate: float = 0.05
