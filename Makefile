@@ -27,7 +27,7 @@ $(STAMP): requirements.lock setup.py
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-train: $(STAMP)  ## train the example task; ARGS='--config.steps=3' adds flags
+train: $(STAMP)  ## train the example task; ARGS='--config.seed=1' adds flags
 	$(BIN)/python -m experiments.train --config=configs/tool_calls.py $(ARGS)
 
 test: $(STAMP)   ## run the fast tests; ARGS='tests/test_base.py -k mask' narrows

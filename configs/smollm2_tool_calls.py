@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct on the tool-call task: it learns to call the tool that was listed, not its usual one.
+"""SmolLM2-135M-Instruct on the tool-call task. A draft: no run of it is measured yet, nor its hint gain.
 
 make smollm2 && python -m experiments.train --config=configs/smollm2_tool_calls.py
 """

@@ -31,7 +31,7 @@ _CONFIG = cli.config_file("configs/tool_calls.py")
 _ARMS = flags.DEFINE_list("arms", [], "arms to run (default: all)")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "seeds")
 _RATES = flags.DEFINE_list("rates", ["4e-3", "1e-3", "2.5e-4"], "learning rates of the grpo arm")
-_LONGER = flags.DEFINE_float("longer", 1.4, "batches of the grpo arm, as a multiple of the config's")
+_LONGER = flags.DEFINE_float("longer", 1.4, "batches of the arms that score no hints, as a multiple of the config's")
 _RESULTS = flags.DEFINE_string("results", "experiments/results/ablate_arms.jsonl", "rows, appended as they finish")
 _FOLDER = flags.DEFINE_string("folder", "runs/ablate_arms", "where the runs go")
 _JOBS = flags.DEFINE_integer("jobs", 2, "runs at a time, one core each")
@@ -42,9 +42,8 @@ METRICS = ("success", "invalid", "filler_correct")
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One arm: its kind (what --arms names), its name, its config overrides, whether it does RL from the warm-up."""
+    """One arm: its name, its config overrides, and whether it does RL from the seed's warm-up."""
 
-    kind: str
     name: str
     overrides: tuple[str, ...] = ()
     rl: bool = True
@@ -52,19 +51,17 @@ class Arm:
 
 def make_arms(rates, batches: int, longer: float, lm_updates: int, factor: float) -> list[Arm]:
     """Lists the arms, the first learning rate of GRPO before the others: an interrupted sweep has every kind."""
+    cheaper = f"rl.updates={round(longer * batches)}"
     more = (f"lm.updates={round(lm_updates * factor)}", "rl.updates=0")
-    grpo = [
-        Arm("grpo", f"grpo_{rate}", ("credit.name=grpo", f"rl.lr={rate}", f"rl.updates={round(longer * batches)}"))
-        for rate in rates
-    ]
+    grpo = [Arm(f"grpo_{rate}", ("credit.name=grpo", f"rl.lr={rate}", cheaper)) for rate in rates]
     return [
-        Arm("textual_feedback", "textual_feedback"),
+        Arm("textual_feedback"),
         *grpo[:1],
-        Arm("irrelevant", "irrelevant", ("feedback.hint=irrelevant",)),
-        Arm("locator_penalty", "locator_penalty", ("credit.name=locator_penalty",)),
-        Arm("more_lm", "more_lm", more, rl=False),
-        Arm("empty", "empty", ("feedback.hint=empty",)),
-        Arm("long_lm", "long_lm", (*more, "lm.long_recall=True"), rl=False),
+        Arm("irrelevant", ("feedback.hint=irrelevant",)),
+        Arm("locator_penalty", ("credit.name=locator_penalty", cheaper)),
+        Arm("more_lm", more, rl=False),
+        Arm("empty", ("feedback.hint=empty",)),
+        Arm("long_lm", (*more, "lm.long_recall=True"), rl=False),
         *grpo[1:],
     ]
 
@@ -195,7 +192,7 @@ def main(_) -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
     batches = config.rl.updates
     arms = make_arms(_RATES.value, batches, _LONGER.value, config.lm.updates, _LM_FACTOR.value)
-    arms = [arm for arm in arms if not _ARMS.value or {arm.name, arm.kind} & set(_ARMS.value)]
+    arms = [arm for arm in arms if not _ARMS.value or {arm.name, arm.name.partition("_")[0]} & set(_ARMS.value)]
     have = {(row["arm"], row["seed"]) for row in cli.read_rows(results)}
     measured = ("evaluation.episodes=512", f"evaluation.every={batches}", "evaluation.final_episodes=512")
 
@@ -222,7 +219,7 @@ def main(_) -> None:
             with results.open("a") as out:
                 out.write(json.dumps(row_of(arm, seed, folder / f"{arm}-{seed}", batches)) + "\n")
 
-    warm = Arm("warm_up", "warm_up", ("stages=('lm',)",), rl=False)
+    warm = Arm("warm_up", ("stages=('lm',)",), rl=False)
     failed = run_all(runs_of([warm]), _JOBS.value, keep) + run_all(runs_of(arms), _JOBS.value, keep)
     rows = [row for row in cli.read_rows(results) if str(row["seed"]) in _SEEDS.value]
     show(rows, batches)

@@ -1,4 +1,4 @@
-"""Draws the README's figure from the rows of `experiments.ablate_arms`.
+"""Draws the comparison of arms from the rows of `experiments.ablate_arms`.
 
 python -m experiments.figures
 

@@ -28,6 +28,7 @@ def test_every_control_differs_from_the_method_in_what_its_name_says():
     overrides = {arm.name: dict(item.split("=", 1) for item in arm.overrides) for arm in ARMS}
     assert overrides["textual_feedback"] == {}
     assert overrides["grpo_1e-3"] == {"credit.name": "grpo", "rl.lr": "1e-3", "rl.updates": "42"}
+    assert overrides["locator_penalty"] == {"credit.name": "locator_penalty", "rl.updates": "42"}
     assert overrides["irrelevant"] == {"feedback.hint": "irrelevant"}
     assert overrides["more_lm"] == {"lm.updates": "480", "rl.updates": "0"}
     assert overrides["long_lm"] == overrides["more_lm"] | {"lm.long_recall": "True"}

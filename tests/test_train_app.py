@@ -168,11 +168,13 @@ def test_one_process_writes_a_run_and_a_killed_one_holds_nothing(tmp_path):
     code += "with present.lock(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
         assert other.stdout.readline() == "held\n"
+        kept = (folder / present.CONFIG_FILE).read_bytes()
+        config.rl.lr = 1.0
         for fresh in (False, True):
             refused = pytest.raises(base.InputError, match=f"is being written by process {other.pid}: wait for it")
             with refused, present.lock(present.open_folder(config, name="x", fresh=fresh)):
                 pass
-        assert (folder / present.CONFIG_FILE).is_file()
+        assert (folder / present.CONFIG_FILE).read_bytes() == kept
         other.kill()
     with present.lock(folder):
         pass

@@ -37,6 +37,18 @@ class Templates:
     irrelevant: str
 
 
+def fill(text: str, values: Mapping[str, str], what: str, known: Sequence[str]) -> str:
+    """Fills placeholders in.
+
+    Raises: base.InputError naming `what` does not fill in, and the placeholders that are known.
+    """
+    try:
+        return text.format(**values)
+    except (KeyError, IndexError, ValueError) as error:
+        names = ", ".join(f"{{{name}}}" for name in known)
+        raise base.InputError(f"{what} does not fill in ({error!r}); known: {names}") from error
+
+
 def _listing(transcript: base.Transcript) -> str:
     for message in transcript.turns[0].shown:
         for line in message["content"].splitlines():
@@ -62,11 +74,7 @@ def _fill(template: str, transcript: base.Transcript, turn: int) -> str:
         if "right" not in transcript.turns[turn].info:
             raise base.InputError(f"task {transcript.seed}: a hint wants {{right}}, but its environment names none")
         values["right"] = transcript.turns[turn].info["right"]
-    try:
-        return template.format(**values)
-    except (KeyError, IndexError, ValueError) as error:
-        known = "{tools}, {wrong_tools}, {right}"
-        raise base.InputError(f"hint template {template!r} does not fill in ({error!r}); known: {known}") from error
+    return fill(template, values, f"hint template {template!r}", ("tools", "wrong_tools", "right"))
 
 
 def _by_rule(texts: Mapping[str, str], finding: Finding, transcripts) -> str:

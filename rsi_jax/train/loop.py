@@ -119,9 +119,9 @@ def last_params(folder: pathlib.Path, like: Any) -> Any:
 
     Raises: base.InputError when the folder holds no checkpoint, or one of another model.
     """
-    names = [path.name for path in (folder / "checkpoints").glob("*_*") if path.is_dir()]
-    for name in sorted(names, key=lambda name: int(name.partition("_")[0]), reverse=True):
-        found = checkpoint.Checkpoints(folder / "checkpoints" / name).restore(like, only="params")
+    stages = [path.name.split("_", 1) for path in (folder / "checkpoints").glob("*_*")]
+    for index, name in sorted(((int(index), name) for index, name in stages), reverse=True):
+        found = checkpoints(folder, index, name, 1).restore(like, only="params")
         if found is not None:
             return found[1]
     raise base.InputError(f"{str(folder)!r} holds no checkpoint of a run")

@@ -77,7 +77,8 @@ def open_folder(config: Any, *, name: str, fresh: bool = False) -> pathlib.Path:
     """Makes or finds the run's folder and writes the effective config into it.
 
     name: of the config, for the default folder runs/<name>-<digest>. fresh: delete what is there.
-    Raises: base.InputError when the folder holds a run of another config, or is none of a run and would be deleted.
+    Raises: base.InputError when the folder holds a run of another config, is being written by another process, or is
+      none of a run and would be deleted.
     """
     folder = pathlib.Path(config.run_dir or f"runs/{name}-{digest(config)}")
     if folder.exists() and not folder.is_dir():
@@ -88,15 +89,16 @@ def open_folder(config: Any, *, name: str, fresh: bool = False) -> pathlib.Path:
         with lock(folder):
             shutil.rmtree(folder)
     effective = metrics.jsonable(config.to_dict())
-    if (folder / "checkpoints").is_dir() or (folder / RESULTS_FILE).is_file():
-        changed = _changed(_read_json(folder / CONFIG_FILE), effective)
-        if changed:
-            raise base.InputError(
-                f"{folder} holds a run of another config ({', '.join(changed[:3])}): choose another --run_dir, "
-                "or --fresh to start anew"
-            )
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / CONFIG_FILE, effective)
+    with lock(folder):
+        if (folder / "checkpoints").is_dir() or (folder / RESULTS_FILE).is_file():
+            changed = _changed(_read_json(folder / CONFIG_FILE), effective)
+            if changed:
+                raise base.InputError(
+                    f"{folder} holds a run of another config ({', '.join(changed[:3])}): choose another --run_dir, "
+                    "or --fresh to start anew"
+                )
+        _write_json(folder / CONFIG_FILE, effective)
     return folder
 
 

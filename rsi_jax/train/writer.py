@@ -9,8 +9,10 @@ import jax
 
 from rsi_jax import base
 from rsi_jax import rollout as rollout_lib
-from rsi_jax.feedback import locate
+from rsi_jax.feedback import hints, locate
 from rsi_jax.model.chat import Chat
+
+PLACEHOLDERS = ("request", "said", "reply", "fault")
 
 
 def check_prompt(prompt: str, faults: Mapping[str, str], rules: Sequence[str], chat: Chat) -> None:
@@ -21,11 +23,7 @@ def check_prompt(prompt: str, faults: Mapping[str, str], rules: Sequence[str], c
     for rule in rules:
         if not faults.get(rule):
             raise base.InputError(f"feedback.hint='policy': say what is wrong in feedback.faults.{rule}")
-    try:
-        text = prompt.format(request="", said="", reply="", fault="")
-    except (KeyError, IndexError, ValueError) as error:
-        known = "{request}, {said}, {reply}, {fault}"
-        raise base.InputError(f"feedback.policy_prompt does not fill in ({error!r}); known: {known}") from error
+    text = hints.fill(prompt, dict.fromkeys(PLACEHOLDERS, ""), "feedback.policy_prompt", PLACEHOLDERS)
     try:
         chat.encode(text)
     except base.InputError as error:
