@@ -4,6 +4,7 @@ Dimension key (array names end in these letters):
   B rollouts   T tokens      S segments      K views       U span tokens of a view   N hint tokens
   V vocabulary D width       F ffn           H query heads J kv heads                C head size
   L layers     G group size  O tokens of one appended chunk                          A sampled tokens of one turn
+  M classes of outcomes
 
 Log-probs are natural logs (nats), float32, and 0 where a token was not sampled by the policy.
 Masks are boolean, True = keep. Token ids never tell what a token is: kinds, lengths and finish reasons come from
@@ -97,8 +98,19 @@ class Rollout(flax.struct.PyTreeNode):
     Added by stages (None until computed):
       ref_logp_BT  float32 log-prob of the sampled tokens under the reference policy; 0 off-mask.
       value_BT     float32 critic before each sampled token; 0 off-mask.
+      end_value_B  float32 critic after the last token, for rollouts that ran out of tokens.
+      collision_BT float32 Σ_v π(v)² of the policy at each sampled token, in (0, 1]; 0 off-mask.
       views        Views   hinted re-readings.
       view_logp_KU float32 teacher log-prob of each sampled span token with the hint; 0 outside the span.
+      wrong_logp_KU float32 the same with wrong hints: log of the mean probability over them; 0 outside the span.
+      view_kl_KU   float32 KL(student || teacher) at each span token, nats, >= 0; 0 outside the span.
+      hindsight_logp_BT float32 log-prob of each sampled token for who knows how the rollout ended; 0 off-mask.
+      outcome_logp_BTM float32 log-prob of each sampled token under a hindsight model told that class m of M comes.
+      answer_logp_BS float32 column k: mean log-prob of the tokens of the answer, given all before turn k; 0 beyond.
+      judge_BS     float32 column k: a judge's score of turn k, in [0, 1]; 0 beyond.
+      mc_value_BT  float32 mean return of continuations from before a sampled token; NaN where none were drawn.
+      tree_B       int32   rollouts with the same id grew from one tree (share a prefix); in [0, B).
+      baseline_B   float32 return expected before the rollout was seen, learned over steps.
     """
 
     tokens_BT: jax.Array
@@ -110,8 +122,19 @@ class Rollout(flax.struct.PyTreeNode):
     chain_B: jax.Array
     ref_logp_BT: jax.Array | None = None
     value_BT: jax.Array | None = None
+    end_value_B: jax.Array | None = None
+    collision_BT: jax.Array | None = None
     views: Views | None = None
     view_logp_KU: jax.Array | None = None
+    wrong_logp_KU: jax.Array | None = None
+    view_kl_KU: jax.Array | None = None
+    hindsight_logp_BT: jax.Array | None = None
+    outcome_logp_BTM: jax.Array | None = None
+    answer_logp_BS: jax.Array | None = None
+    judge_BS: jax.Array | None = None
+    mc_value_BT: jax.Array | None = None
+    tree_B: jax.Array | None = None
+    baseline_B: jax.Array | None = None
 
     @property
     def length_B(self) -> jax.Array:
