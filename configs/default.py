@@ -108,15 +108,10 @@ def _rl():
     return c
 
 
-def _credit():
-    c = config_dict.ConfigDict()
-    c.name = "textual_feedback"  # any public function of rsi_jax/credit; its knobs stand below under its name
-    gate = dict(
-        failed_only=False,  # only views of rollouts that failed
-        success_return=config_dict.placeholder(float),  # failed = return below this; None = below the group's best
-    )
+def _credit_knobs() -> dict[str, dict]:
+    """Knobs of the variants: published values where there are any; reasons and ranges stand in the docstrings."""
     edges = (-1e-6, 1e-6, 0.5)  # class m of an outcome: edges[m-1] <= x < edges[m], in units of the reward
-    knobs: dict[str, dict] = {  # published values where there are any; reasons and ranges stand in the docstrings
+    return {
         "reinforce": dict(baseline="none"),
         "rloo": {},
         "grpo": dict(scale="std", std_floor=1e-6, per="rollout"),
@@ -154,10 +149,19 @@ def _credit():
         "sdpo": dict(
             inner="grpo", weight=1.0, outcome_weight=0.0, alpha=0.5, top_k=100, is_clip=2.0, success_return=0.5
         ),
-        "locator_penalty": dict(inner="dr_grpo", penalty=1.0, **gate),  # the control without words
     }  # fmt: skip
-    for name, values in knobs.items():
+
+
+def _credit():
+    c = config_dict.ConfigDict()
+    c.name = "textual_feedback"  # any public function of rsi_jax/credit; its knobs stand below under its name
+    for name, values in _credit_knobs().items():
         c[name] = config_dict.ConfigDict(values)
+    gate = dict(
+        failed_only=False,  # only views of rollouts that failed
+        success_return=config_dict.placeholder(float),  # failed = return below this; None = below the group's best
+    )
+    c.locator_penalty = config_dict.ConfigDict(dict(inner="dr_grpo", penalty=1.0, **gate))  # the control without words
     c.textual_feedback = config_dict.ConfigDict(
         dict(
             inner="dr_grpo",  # the variant that makes the advantages

@@ -135,7 +135,9 @@ def _guarded(main: Callable[[list[str]], None], argv: list[str]) -> None:
         if code is None:
             raise
         if code:
-            fail(error, code)
+            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(code)  # threads of a library still in mid-write (a full disk) would bury the line in tracebacks
         stopped = "stopped before there was anything to save; the same command starts again"
         print(stopped if interrupted else one_line(error), file=sys.stderr)
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -222,10 +223,7 @@ def complete(rollout: base.Rollout, seed: int, *, per_rollout: int = 2, classes:
     def logp(*shape):
         return -rng.exponential(1.0, shape).astype(np.float32)
 
-    first_BT = np.zeros((B, T), bool)
-    rows, places = np.nonzero(acts_BS)
-    first_BT[rows, np.asarray(segments.start_BS)[rows, places]] = True
-    valued_BT = np.where(first_BT, rng.random((B, T)) < 0.8, rng.random((B, T)) < 0.2) & mask_BT
+    valued_BT = np.where(first_tokens(rollout), rng.random((B, T)) < 0.8, rng.random((B, T)) < 0.2) & mask_BT
     group_B, tree_B = np.asarray(rollout.group_B), np.zeros(B, np.int32)
     for i, members in enumerate(np.flatnonzero(group_B == g) for g in np.unique(group_B)):
         tree_B[members] = 2 * i + np.arange(len(members)) % 2
@@ -244,3 +242,63 @@ def complete(rollout: base.Rollout, seed: int, *, per_rollout: int = 2, classes:
         baseline_B=np.full(B, rng.normal(), np.float32),
     )
     return rollout.replace(views=views, **{name: jnp.asarray(x) for name, x in columns.items()})
+
+
+def first_tokens(rollout: base.Rollout) -> np.ndarray:
+    """True at the first token of every action [B, T]."""
+    segments = rollout.segments
+    acts_BS = (np.asarray(segments.kind_BS) == base.ACTION) & (np.asarray(segments.length_BS) > 0)
+    first_BT = np.zeros(rollout.tokens_BT.shape, bool)
+    rows, places = np.nonzero(acts_BS)
+    first_BT[rows, np.asarray(segments.start_BS)[rows, places]] = True
+    return first_BT
+
+
+def pad(rollout: base.Rollout, *, tokens: int, segments: int) -> base.Rollout:
+    """Adds unused capacity: columns of tokens and of segments."""
+
+    def wider(x, more):
+        return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
+
+    sizes = {"_BT": tokens, "_BTM": tokens, "_BS": segments}
+    changed = {
+        name: wider(x, sizes[name[name.rindex("_") :]])
+        for name, x in vars(rollout).items()
+        if x is not None and name.endswith(tuple(sizes))
+    }
+    return rollout.replace(segments=jax.tree.map(lambda x: wider(x, segments), rollout.segments), **changed)
+
+
+def stretch(rollout: base.Rollout, *, by: int, tokens: int, segments: int) -> base.Rollout:
+    """Makes every prompt and observation `by` tokens longer; what belongs to sampled tokens moves with them.
+
+    tokens, segments: capacity added, as by `pad`.
+
+    Raises: ValueError where the capacity does not hold it.
+    """
+    s, given_BS = rollout.segments, np.asarray(rollout.segments.kind_BS) != base.ACTION
+    given_BS &= np.asarray(s.length_BS) > 0
+    before_BS = by * (np.cumsum(given_BS, axis=1) - given_BS)
+    segment_BT = np.asarray(rollout.segment_BT)
+    place_BT = np.arange(segment_BT.shape[1]) + np.take_along_axis(before_BS, np.maximum(segment_BT, 0), axis=1)
+    rows, old = np.nonzero(segment_BT >= 0)
+    new = place_BT[rows, old]
+    wide = pad(rollout, tokens=tokens, segments=segments)
+    if new.max(initial=0) >= wide.tokens_BT.shape[1]:
+        raise ValueError(f"{wide.tokens_BT.shape[1]} tokens do not hold the longer rollouts")
+
+    def move(x):
+        moved = np.full(x.shape, np.nan if x.dtype.kind == "f" else 0, x.dtype)
+        moved[rows, new] = x[rows, old]
+        return jnp.asarray(moved)
+
+    changed = {
+        name: move(np.asarray(x)) for name, x in vars(wide).items() if x is not None and name[-2:] in ("BT", "TM")
+    }
+    views = base.given(rollout.views, "views")
+    at_K = np.minimum(np.asarray(views.span_start_K), segment_BT.shape[1] - 1)
+    added_K = np.where(np.asarray(views.span_length_K) > 0, place_BT[np.asarray(views.rollout_K), at_K] - at_K, 0)
+    views = views.replace(span_start_K=views.span_start_K + added_K, insert_at_K=views.insert_at_K + added_K)
+    spans = dict(start_BS=np.asarray(s.start_BS) + before_BS, length_BS=np.asarray(s.length_BS) + by * given_BS)
+    spans = {name: jnp.pad(jnp.asarray(x), ((0, 0), (0, segments))) for name, x in spans.items()}
+    return wide.replace(segments=wide.segments.replace(**spans), views=views, **changed)

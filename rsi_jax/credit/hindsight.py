@@ -60,30 +60,13 @@ def hcapo(
     Source: HCAPO 2026 (https://arxiv.org/abs/2603.08754).
     """
     rewards.check(rollout, "hindsight_logp_BT")
-    if not (omega >= 0 and 0 <= discount <= 1 and temperature > 0 and std_floor > 0):
-        raise base.InputError(
-            f"credit.hcapo: omega >= 0, discount in [0, 1], temperature > 0 and std_floor > 0, got {omega}, "
-            f"{discount}, {temperature}, {std_floor}"
-        )
-    if denominator not in ("trajectory", "policy") or not 0 <= clip_low <= 1 <= clip_high:
-        raise base.InputError(
-            "credit.hcapo: denominator is 'trajectory' or 'policy' and 0 <= clip_low <= 1 <= clip_high, got "
-            f"'{denominator}', {clip_low}, {clip_high}"
-        )
-    credit, table = inner(rollout), rewards.counted_turns(rollout)
-    known_BS = table.used_S & rewards.counted_B(rollout)[:, None]
-    S, used_BS = known_BS.shape[1], table.used_S
-
-    def per_turn(logp_BT):
-        turn_BT = jnp.where(rollout.mask_BT, rollout.turn_BT, -1)
-        return jnp.exp(masked.segment_mean(logp_BT, turn_BT, segments=S) / temperature)
-
-    hindsight_BS = per_turn(base.given(rollout.hindsight_logp_BT, "hindsight_logp_BT"))
-    against_BS = per_turn(rollout.logp_BT)
-    if denominator == "trajectory":
-        against_BS = jnp.broadcast_to(masked.mean(hindsight_BS, used_BS, axis=1)[:, None], against_BS.shape)
-    ratio_BS = jnp.clip(hindsight_BS / jnp.where(against_BS > 0, against_BS, 1.0), clip_low, clip_high)
-    ahead_BS = masked.count(used_BS, axis=1)[:, None] - 1.0 - jnp.arange(S)
+    rewards.check_scale("hcapo", "std", std_floor)
+    if not (omega >= 0 and 0 <= discount <= 1):
+        raise base.InputError(f"credit.hcapo: omega >= 0 and discount in [0, 1], got {omega} and {discount}")
+    used_BS = rewards.counted_turns(rollout).used_S
+    ratio_BS = _hindsight_ratio(rollout, used_BS, temperature, clip_low, clip_high, denominator)
+    credit, known_BS = inner(rollout), used_BS & rewards.counted_B(rollout)[:, None]
+    ahead_BS = masked.count(used_BS, axis=1)[:, None] - 1.0 - jnp.arange(used_BS.shape[1])
     return_B = masked.zero(rollout.return_B, rewards.counted_B(rollout))
     q_BS = masked.zero(ratio_BS * discount ** jnp.maximum(ahead_BS, 0.0) * return_B[:, None], used_BS)
     if smooth:
@@ -96,6 +79,34 @@ def hcapo(
     adv_BT = credit.adv_BT + rewards.turns_to_tokens(rollout, omega * z_BS)
     metrics = {**credit.metrics, **rewards.report(rollout, adv_BT), "hindsight_ratio": masked.mean(ratio_BS, known_BS)}
     return credit.replace(adv_BT=adv_BT, metrics=metrics)
+
+
+def _hindsight_ratio(
+    rollout: base.Rollout,
+    used_BS: jax.Array,
+    temperature: float,
+    clip_low: float,
+    clip_high: float,
+    denominator: str,
+) -> jax.Array:
+    """ρ of `hcapo`, one per turn."""
+    if not temperature > 0:
+        raise base.InputError(f"credit.hcapo.temperature must be > 0, got {temperature}")
+    if denominator not in ("trajectory", "policy") or not 0 <= clip_low <= 1 <= clip_high:
+        raise base.InputError(
+            "credit.hcapo: denominator is 'trajectory' or 'policy' and 0 <= clip_low <= 1 <= clip_high, got "
+            f"'{denominator}', {clip_low}, {clip_high}"
+        )
+
+    def per_turn(logp_BT):
+        turn_BT = jnp.where(rollout.mask_BT, rollout.turn_BT, -1)
+        return jnp.exp(masked.segment_mean(logp_BT, turn_BT, segments=used_BS.shape[1]) / temperature)
+
+    hindsight_BS = per_turn(base.given(rollout.hindsight_logp_BT, "hindsight_logp_BT"))
+    against_BS = per_turn(rollout.logp_BT)
+    if denominator == "trajectory":
+        against_BS = jnp.broadcast_to(masked.mean(hindsight_BS, used_BS, axis=1)[:, None], against_BS.shape)
+    return jnp.clip(hindsight_BS / jnp.where(against_BS > 0, against_BS, 1.0), clip_low, clip_high)
 
 
 def hca(rollout: base.Rollout, *, edges: tuple[float, ...] = EDGES, clip: float = 0.0) -> base.Credit:

@@ -167,7 +167,8 @@ def pbrs(
     acts_BS = (segments.kind_BS == base.ACTION) & (segments.length_BS > 0)
     own_BS = jnp.take_along_axis(shaping_BS, jnp.maximum(rollout.turn_BS, 0), axis=1)
     reward_BS = segments.reward_BS + jax.lax.stop_gradient(masked.zero(own_BS, acts_BS))
-    return inner(rollout.replace(segments=segments.replace(reward_BS=reward_BS)))
+    credit = inner(rollout.replace(segments=segments.replace(reward_BS=reward_BS)))
+    return credit.replace(metrics={**credit.metrics, **rewards.report(rollout, credit.adv_BT)})
 
 
 def igpo(rollout: base.Rollout, *, weight: float = 0.1, discount: float = 1.0, std_floor: float = 1e-6) -> base.Credit:
