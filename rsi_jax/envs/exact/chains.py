@@ -48,17 +48,17 @@ def discounting_chain(horizon: int = 20) -> World:
 
 
 def stopping(horizon: int = 8) -> World:
-    """A game of variable length: at each turn stop (action 0), or go on (action 1) for a reward of 0.5.
+    """A game of variable length: at each turn stop (action 0) or go on (action 1); each turn after the first pays 0.5.
 
-    At most `horizon` >= 1 turns; stopping pays nothing. Going on is always better, and whoever is still playing at
-    turn t went on before: an average over those at turn t is an average over the policy's own choice.
+    At most `horizon` >= 2 turns. All who are at turn t earn the same there, whatever they do: what going on earns comes
+    with the next turn, which a comparison among those who are there cannot see. Going on is always better.
 
     Source: none; the smallest case in which a baseline per turn index erases the signal for going on.
     """
-    worlds.at_least("stopping", horizon, 1)
+    worlds.at_least("stopping", horizon, 2)
 
     def step(t, state, action):
-        return [Branch(1.0, "playing", 0.5) if action else Branch(1.0, "stopped", over=True)]
+        return [Branch(1.0, "playing" if action else "stopped", 0.5 if t else 0.0, over=not action)]
 
     return worlds.build(horizon, 2, {"playing": 1.0}, step, unit=0.5)
 
