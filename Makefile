@@ -20,6 +20,7 @@ help:            ## list the targets
 setup: $(STAMP)  ## build .venv from requirements.lock (again only when it or setup.py changed)
 
 $(STAMP): requirements.lock setup.py
+	@test ! -L .venv || { echo ".venv is a link: what it points to would be cleared; remove the link first" >&2; exit 2; }
 	$(eval FOUND := $(or $(FIND),$(error $(NONE))))
 	@echo "making .venv with $$($(FOUND) --version) from requirements.lock (about half a minute)"
 	@$(FOUND) -m venv --clear .venv

@@ -111,24 +111,53 @@ def _rl():
 def _credit():
     c = config_dict.ConfigDict()
     c.name = "textual_feedback"  # any public function of rsi_jax/credit; its knobs stand below under its name
-    c.reinforce = config_dict.ConfigDict(dict(baseline="none"))
-    c.rloo = config_dict.ConfigDict()
-    c.grpo = config_dict.ConfigDict(dict(scale="std", std_floor=1e-6))
-    c.dr_grpo = config_dict.ConfigDict()
-    c.maxrl = config_dict.ConfigDict(dict(floor=1e-6))  # of the group's mean return
-    c.opo = config_dict.ConfigDict()
-    c.reinforce_pp = config_dict.ConfigDict()
-    c.reinforce_pp_baseline = config_dict.ConfigDict()
-    c.centred_return_to_go = config_dict.ConfigDict(dict(discount=1.0))  # per turn
-    c.gigpo = config_dict.ConfigDict(dict(inner="grpo", omega=1.0, discount=0.95, scale="none", std_floor=1e-6))
-    c.gae = config_dict.ConfigDict(dict(discount=1.0, lambda_=0.95, scale="none"))  # per sampled token
-    c.turn_gae = config_dict.ConfigDict(dict(discount=0.99, lambda_=0.9, scale="none"))  # per turn
-    c.rlsd = config_dict.ConfigDict(dict(inner="grpo", mix=0.5, clip=0.2))
-    c.opd = config_dict.ConfigDict(dict(inner="grpo", weight=1.0, clip=0.0))
     gate = dict(
         failed_only=False,  # only views of rollouts that failed
         success_return=config_dict.placeholder(float),  # failed = return below this; None = below the group's best
     )
+    edges = (-1e-6, 1e-6, 0.5)  # class m of an outcome: edges[m-1] <= x < edges[m], in units of the reward
+    knobs: dict[str, dict] = {  # published values where there are any; reasons and ranges stand in the docstrings
+        "reinforce": dict(baseline="none"),
+        "rloo": {},
+        "grpo": dict(scale="std", std_floor=1e-6, per="rollout"),
+        "dr_grpo": {},
+        "maxrl": dict(floor=1e-6),  # of the group's mean return
+        "opo": {},
+        "rae": dict(decay=0.95),  # share of the past in the running mean of returns
+        "otb": {},
+        "reinforce_pp": {},
+        "reinforce_pp_baseline": {},
+        "centred_return_to_go": dict(discount=1.0),  # per turn
+        "turn_rloo": dict(discount=1.0),  # per turn
+        "mt_grpo": dict(turn_weight=1.0, outcome_weight=1.0, scale="std", std_floor=1e-6),
+        "prm": dict(inner="grpo", weight=1.0, form="difference"),
+        "pbrs": dict(inner="centred_return_to_go", weight=1.0, discount=1.0),
+        "igpo": dict(weight=0.1, discount=1.0, std_floor=1e-6),
+        "gigpo": dict(inner="grpo", omega=1.0, discount=0.95, scale="none", std_floor=1e-6),
+        "gae": dict(discount=1.0, lambda_=0.95, scale="none"),  # per sampled token
+        "vapo": dict(alpha=0.05, discount=1.0, scale="none"),  # per sampled token
+        "turn_gae": dict(discount=0.99, lambda_=0.9, scale="none"),  # per turn
+        "vineppo": {},
+        "spo": dict(prob_max=0.9),
+        "tree_grpo": dict(scale="std", std_floor=1e-6),
+        "hcapo": dict(
+            inner="grpo", omega=1.0, discount=0.95, temperature=5.0, clip_low=0.8, clip_high=1.2,
+            denominator="trajectory", smooth=False, success_return=0.5, std_floor=1e-6,
+        ),
+        "hca": dict(edges=edges, clip=0.0),
+        "cocoa": dict(edges=edges, clip=0.0),
+        "rlsd": dict(inner="grpo", mix=0.5, clip=0.2),
+        "opd": dict(inner="grpo", weight=1.0, clip=0.0),
+        "vopd": dict(inner="grpo", weight=1.0, clip=0.0),
+        "agent_opsd": dict(inner="grpo", mix=0.5, clip=0.2, discount=0.95, success_return=0.5, prior_clip=0.05),
+        "rlcsd": dict(inner="grpo", temperature=0.02, beta=1.0, mix=0.5, bound=2.0, threshold=0.02),
+        "sdpo": dict(
+            inner="grpo", weight=1.0, outcome_weight=0.0, alpha=0.5, top_k=100, is_clip=2.0, success_return=0.5
+        ),
+        "locator_penalty": dict(inner="dr_grpo", penalty=1.0, **gate),  # the control without words
+    }  # fmt: skip
+    for name, values in knobs.items():
+        c[name] = config_dict.ConfigDict(values)
     c.textual_feedback = config_dict.ConfigDict(
         dict(
             inner="dr_grpo",  # the variant that makes the advantages
@@ -141,7 +170,6 @@ def _credit():
             **gate,
         )
     )
-    c.locator_penalty = config_dict.ConfigDict(dict(inner="dr_grpo", penalty=1.0, **gate))  # the control without words
     return c
 
 

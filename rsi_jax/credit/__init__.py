@@ -11,9 +11,9 @@ import inspect
 from collections.abc import Callable
 
 from rsi_jax import base
-from rsi_jax.credit import anchor, critic, feedback, group, modulate
+from rsi_jax.credit import anchor, critic, feedback, group, hindsight, modulate, sampled, turnwise
 
-FAMILIES = (group, anchor, critic, feedback, modulate)
+FAMILIES = (group, turnwise, anchor, critic, sampled, hindsight, feedback, modulate)
 
 
 def variants() -> dict[str, Callable[..., base.Credit]]:

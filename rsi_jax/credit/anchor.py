@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rsi_jax import base, masked
-from rsi_jax.credit import rewards, turns
+from rsi_jax.credit import rewards
 
 NEEDS: dict[str, tuple[str, ...]] = {}
 
@@ -40,16 +40,13 @@ def gigpo(
     Raises: base.InputError for an unknown scale or a knob out of range.
 
     Source: Feng et al. 2025 (https://arxiv.org/abs/2505.10978), eq. 6-9; 'none' as in the authors' ALFWorld runs.
-    Differs: equal states only, no similarity; the episode term is `inner`, whose mean is over rollouts (the authors'
-      code averages over turns, so that long rollouts weigh more).
+    Differs: the episode term is `inner`: grpo with per='turn' is the authors' code, whose mean is over turns.
+      Similar states are made equal before credit (rollout.anchor_similarity).
     """
     rewards.check(rollout)
-    if scale not in ("none", "std"):
-        raise base.InputError(f"credit.gigpo.scale is 'none' or 'std', got '{scale}'")
-    if not (omega >= 0 and 0 <= discount <= 1 and std_floor > 0):
-        raise base.InputError(
-            f"credit.gigpo: omega >= 0, discount in [0, 1] and std_floor > 0, got {omega}, {discount}, {std_floor}"
-        )
+    rewards.check_scale("gigpo", scale, std_floor)
+    if not (omega >= 0 and 0 <= discount <= 1):
+        raise base.InputError(f"credit.gigpo: omega >= 0 and discount in [0, 1], got {omega} and {discount}")
     credit = inner(rollout)
     table = rewards.counted_turns(rollout)
     togo_N = rewards.returns_to_go(table, discount).reshape(-1)
@@ -58,12 +55,8 @@ def gigpo(
     state_N = _ids(group_BS.reshape(-1), table.anchor_S.reshape(-1))
     places = (state_N, known_N.astype(jnp.float32))
     signal_N = known_N & (masked.group_spread(togo_N, *places) > masked.SPREAD)
-    step_N = togo_N - masked.group_mean(togo_N, *places)
-    if scale == "std":
-        step_N = step_N / (masked.group_std(togo_N, *places) + std_floor)
-    step_BS = masked.zero(step_N, signal_N).reshape(table.used_S.shape)
-    step_BT = masked.zero(jax.vmap(turns.to_tokens)(step_BS, rollout.turn_BT), rewards.counted_BT(rollout))
-    adv_BT = credit.adv_BT + jax.lax.stop_gradient(omega * step_BT)
+    step_BS = rewards.relative(togo_N, *places, scale=scale, floor=std_floor).reshape(table.used_S.shape)
+    adv_BT = credit.adv_BT + rewards.turns_to_tokens(rollout, omega * step_BS)
     met = masked.count(known_N)
     again = masked.count(known_N & (masked.group_size(togo_N, *places) > 1))
     shares = {"recurring": again / jnp.maximum(met, 1.0), "step_signal": masked.count(signal_N) / jnp.maximum(met, 1.0)}

@@ -1,8 +1,7 @@
-"""Credit from textual feedback, and the control arm that uses its locations without its words.
+"""Credit from textual feedback, its relative that distils whole rollouts, and the control arm without words.
 
-Both wrap another credit function (`inner`) and leave its advantages where they are; both read rollout.views, and open
-the same gate on them. A view is used if it has a weight and a span, its rollout counts (weight_B > 0 and a finite
-return), and the gate lets it through.
+All wrap another credit function (`inner`) and read rollout.views. A view is used if it has a weight and a span, its
+rollout counts (weight_B > 0 and a finite return), and the gate lets it through.
 """
 
 import chex
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from rsi_jax import base, masked
 from rsi_jax.credit import rewards
 
-NEEDS: dict[str, tuple[str, ...]] = {"textual_feedback": ("views",), "locator_penalty": ("views",)}
+NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys(("textual_feedback", "sdpo", "locator_penalty"), ("views",))
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "sampled")
 
 
@@ -67,6 +66,63 @@ def textual_feedback(
         view_weight_K=jax.lax.stop_gradient(view_weight_K.astype(jnp.float32)),
         divergence=base.Divergence(name=divergence, alpha=alpha, top_k=top_k, clip=clip, temperature=temperature),
         metrics={**credit.metrics, **_view_metrics(rollout, views, used_K)},
+    )
+
+
+def sdpo(
+    rollout: base.Rollout,
+    *,
+    inner: base.CreditFn,
+    weight: jax.Array | float = 1.0,
+    outcome_weight: float = 0.0,
+    alpha: float = 0.5,
+    top_k: int = 100,
+    is_clip: float = 2.0,
+    success_return: float = 0.5,
+) -> base.Credit:
+    """Self-distillation policy optimisation: the divergence of the hinted reading alone, or beside the outcome.
+
+      A = outcome_weight A_inner;   loss += weight Σ_views Σ_span min(π / μ, is_clip) JSD_alpha(teacher, student) / n
+
+    n is the number of span tokens of all used views: every token counts the same, as in the authors' code (a view does
+    in `textual_feedback`). A view is used if its rollout failed, or if another of its group succeeded.
+
+    Args:
+      rollout: needs views, and the columns that `inner` needs.
+      inner: credit function that makes A_inner.
+      weight, outcome_weight: >= 0.
+      alpha: JSD mixture, in [0, 1]: 0 = forward KL, 1 = reverse KL.
+      top_k: the likeliest tokens of student and teacher that are told apart, the rest is one; 0 = the whole vocabulary.
+      is_clip: bound of the importance weight, 0 = none is applied.
+      success_return: in units of the return: a rollout that reaches it succeeded.
+
+    Raises: ValueError without views, or if `inner` uses views itself; base.InputError for a knob out of range.
+
+    Source: Hübotter et al. 2026, SDPO (https://arxiv.org/abs/2601.20802).
+    Differs: hints stand at the located turn; the top k are those of both, not of the student alone.
+    """
+    views, credit = _check(rollout), inner(rollout)
+    if credit.view_weight_K is not None:
+        raise ValueError("sdpo wraps a credit function that uses views itself: give it another inner")
+    if not (0 <= alpha <= 1 and top_k >= 0 and is_clip >= 0 and outcome_weight >= 0):
+        raise base.InputError(
+            "credit.sdpo: alpha in [0, 1], top_k, is_clip and outcome_weight >= 0, got "
+            f"{alpha}, {top_k}, {is_clip}, {outcome_weight}"
+        )
+    solved_B = (rollout.return_B >= success_return).astype(jnp.float32)
+    solved_B = jnp.where(rewards.counted_B(rollout), solved_B, jnp.nan)
+    solvers_B = masked.group_sum(solved_B, rollout.group_B, rollout.weight_B)
+    open_B = (solved_B == 0) | ((solved_B == 1) & (solvers_B > 1))
+    used_K = _present(views) & open_B[views.rollout_K]
+    tokens_K = masked.zero(views.span_length_K.astype(jnp.float32), used_K)
+    share_K = tokens_K / jnp.maximum(jnp.sum(tokens_K), 1.0)
+    name = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(alpha), "jsd")
+    adv_BT = jax.lax.stop_gradient(outcome_weight * credit.adv_BT)
+    return credit.replace(
+        adv_BT=adv_BT,
+        view_weight_K=jax.lax.stop_gradient((weight * views.weight_K * views.polarity_K * share_K).astype(jnp.float32)),
+        divergence=base.Divergence(name=name, alpha=alpha, top_k=top_k, is_clip=is_clip),
+        metrics={**credit.metrics, **rewards.report(rollout, adv_BT), **_view_metrics(rollout, views, used_K)},
     )
 
 

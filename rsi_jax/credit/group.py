@@ -1,4 +1,4 @@
-"""Credit from returns alone: the baseline is the group, the batch, or nothing.
+"""Credit from returns alone: the baseline is the group, the batch, the past, or nothing.
 
 Shared rules: a rollout counts if its weight is > 0 and its return finite, others get 0 and shift no baseline. A group
 whose returns agree to 1e-6, or with one counted rollout, gives exactly 0. R is the undiscounted sum of rewards and
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rsi_jax import base, masked
 from rsi_jax.credit import rewards, turns
 
-NEEDS: dict[str, tuple[str, ...]] = {}
+NEEDS: dict[str, tuple[str, ...]] = {"rae": ("baseline_B",), "otb": ("collision_BT",)}
 
 
 def reinforce(rollout: base.Rollout, *, baseline: str = "none") -> base.Credit:
@@ -50,7 +50,7 @@ def rloo(rollout: base.Rollout) -> base.Credit:
     return _credit(rollout, _centred(rollout) * size_B / jnp.maximum(size_B - 1.0, 1.0))
 
 
-def grpo(rollout: base.Rollout, *, scale: str = "std", std_floor: float = 1e-6) -> base.Credit:
+def grpo(rollout: base.Rollout, *, scale: str = "std", std_floor: float = 1e-6, per: str = "rollout") -> base.Credit:
     """Group-relative advantage: A = (R - mean R) / (std R + std_floor), or R - mean R with scale 'none'.
 
     The std weighs a group by how rare its outcomes are: one success of eight gives the winner more than one of two.
@@ -60,20 +60,25 @@ def grpo(rollout: base.Rollout, *, scale: str = "std", std_floor: float = 1e-6) 
       rollout: rewards, groups and weights are read.
       scale: 'std' (n - 1 in its denominator) | 'none'.
       std_floor: in units of the return, > 0; bounds the amplification of groups that nearly agree.
+      per: 'rollout' | 'turn': mean and std in which a rollout counts once for each of its turns (long ones weigh more).
 
-    Raises: base.InputError for an unknown scale or a floor that is not positive.
+    Raises: base.InputError for an unknown scale or unit, or a floor that is not positive.
 
     Source: Shao et al. 2024, DeepSeekMath (https://arxiv.org/abs/2402.03300), section 4.1.2.
     Differs: a group whose returns agree to 1e-6 gives exactly 0, not rounding over epsilon; a singleton gives 0.
     """
     rewards.check(rollout)
-    if scale not in ("std", "none"):
-        raise base.InputError(f"credit.grpo.scale is 'std' or 'none', got '{scale}'")
-    if not std_floor > 0:
-        raise base.InputError(f"credit.grpo.std_floor must be > 0, got {std_floor}")
-    adv_B = _centred(rollout)
-    if scale == "std":
-        adv_B = adv_B / (masked.group_std(rollout.return_B, rollout.group_B, rollout.weight_B) + std_floor)
+    rewards.check_scale("grpo", scale, std_floor)
+    if per not in ("rollout", "turn"):
+        raise base.InputError(f"credit.grpo.per is 'rollout' or 'turn', got '{per}'")
+    knobs = {"scale": scale, "floor": std_floor}
+    if per == "rollout":
+        return _credit(rollout, rewards.relative(rollout.return_B, rollout.group_B, rollout.weight_B, **knobs))
+    used_BS = rewards.counted_turns(rollout).used_S
+    columns = [jnp.broadcast_to(x[:, None], used_BS.shape) for x in (rollout.return_B, rollout.group_B)]
+    weight_BS = jnp.where(used_BS, rollout.weight_B[:, None], 0.0)
+    adv_N = rewards.relative(*(x.reshape(-1) for x in (*columns, weight_BS)), **knobs)
+    adv_B = masked.zero(adv_N.reshape(used_BS.shape)[:, 0], rewards.dynamic_sampling_keep(rollout))
     return _credit(rollout, adv_B)
 
 
@@ -138,6 +143,67 @@ def opo(rollout: base.Rollout) -> base.Credit:
     return _credit(rollout, masked.zero(return_B - earned_B / jnp.maximum(tokens_B, 1.0), kept_B))
 
 
+def rae(rollout: base.Rollout, *, decay: float = 0.95) -> base.Credit:
+    """REINFORCE against a running mean of returns: A = R - b', b' = decay b + (1 - decay) mean R of the batch.
+
+    b is baseline_B, what earlier batches left; b' (`rewards.running_baseline`) is left to the next. It works with one
+    rollout per task, and lags when the policy improves fast. With decay = 0: reinforce with baseline 'batch'.
+
+    Args:
+      rollout: needs baseline_B.
+      decay: share of the past, in [0, 1).
+
+    Raises: ValueError without baseline_B; base.InputError for a decay out of range.
+
+    Source: Liu et al. 2025, SPIRAL (https://arxiv.org/abs/2506.24119), role-conditioned advantage estimation.
+    Differs: one role; the mean is updated once per batch, not after every game.
+    """
+    rewards.check(rollout, "baseline_B")
+    counted_B = rewards.counted_B(rollout)
+    centre_B = rewards.running_baseline(base.given(rollout.baseline_B, "baseline_B"), rollout, decay=decay)
+    return _credit(rollout, masked.zero(rollout.return_B - centre_B, counted_B))
+
+
+def otb(rollout: base.Rollout) -> base.Credit:
+    """Optimal token baseline: A_n = G_n - b_n for the n-th sampled token, b_n a mean of the group weighted by W_n.
+
+      b_n = Σ_i W_in G_in / Σ_i W_in,   W_n = Σ_{j <= n} (1 - 2 π(y_j) + Σ_v π(v)²)
+
+    W is the squared norm of the log-prob's gradient down to the logits, summed over the tokens so far: the baseline of
+    least variance weighs returns by it. G is the return-to-go of the token's turn. A rollout that has ended stays in
+    the sum with G = 0, so that the baseline does not depend on who is still there.
+
+    Args:
+      rollout: needs collision_BT.
+
+    Raises: ValueError without collision_BT.
+
+    Source: optimal token baseline (https://arxiv.org/abs/2602.07078).
+    Differs: a group whose returns agree to 1e-6 gives exactly 0; a singleton gives 0.
+    """
+    rewards.check(rollout, "collision_BT")
+    mask_BT, kept_BT = rollout.mask_BT, rewards.counted_BT(rollout)
+    chance_BT = jnp.exp(masked.zero(rollout.logp_BT, kept_BT))
+    energy_BT = masked.zero(1.0 - 2.0 * chance_BT + base.given(rollout.collision_BT, "collision_BT"), kept_BT)
+    togo_BS = rewards.returns_to_go(rewards.counted_turns(rollout))
+    togo_BT = masked.zero(jax.vmap(turns.to_tokens)(togo_BS, rollout.turn_BT), kept_BT)
+    nth_BT = jnp.cumsum(mask_BT, axis=1) - 1
+    place_BT = jnp.where(mask_BT, nth_BT, mask_BT.shape[1])
+
+    def pack(x_T, place_T):
+        return jnp.zeros_like(x_T).at[place_T].set(x_T, mode="drop")
+
+    weight_BN = jnp.cumsum(jax.vmap(pack)(energy_BT, place_BT), axis=1)
+    togo_BN = jax.vmap(pack)(togo_BT, place_BT)
+    signal_B = rewards.dynamic_sampling_keep(rollout)
+    total = jax.vmap(lambda x_B: masked.group_sum(x_B, rollout.group_B, signal_B.astype(jnp.float32)), 1, 1)
+    mass_BN = total(weight_BN)
+    best_BN = total(weight_BN * togo_BN) / jnp.where(mass_BN > 0, mass_BN, 1.0)
+    centre_BT = jnp.take_along_axis(best_BN, jnp.maximum(nth_BT, 0), axis=1)
+    adv_BT = jax.lax.stop_gradient(masked.zero(togo_BT - centre_BT, kept_BT & signal_B[:, None]))
+    return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT))
+
+
 def reinforce_pp(rollout: base.Rollout) -> base.Credit:
     """REINFORCE++: the return-to-go of each turn, whitened over all trained tokens of the batch.
 
@@ -196,16 +262,13 @@ def centred_return_to_go(rollout: base.Rollout, *, discount: float = 1.0) -> bas
     first_B = jnp.where(rewards.counted_B(rollout), togo_BS[:, 0], jnp.nan)
     centre_B = masked.group_mean(first_B, rollout.group_B, rollout.weight_B)
     signal_B = masked.group_spread(first_B, rollout.group_B, rollout.weight_B) > masked.SPREAD
-    adv_BS = jnp.where(signal_B[:, None], togo_BS - centre_B[:, None], 0.0)
-    adv_BT = jax.vmap(turns.to_tokens)(adv_BS, rollout.turn_BT)
-    adv_BT = jax.lax.stop_gradient(masked.zero(adv_BT, rewards.counted_BT(rollout)))
+    adv_BT = rewards.turns_to_tokens(rollout, jnp.where(signal_B[:, None], togo_BS - centre_B[:, None], 0.0))
     return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT))
 
 
 def _centred(rollout: base.Rollout) -> jax.Array:
     """R - mean R over the group; exactly 0 for rows, groups and singletons without signal."""
-    deviation_B = rollout.return_B - masked.group_mean(rollout.return_B, rollout.group_B, rollout.weight_B)
-    return masked.zero(deviation_B, rewards.dynamic_sampling_keep(rollout))
+    return rewards.relative(rollout.return_B, rollout.group_B, rollout.weight_B, scale="none", floor=1.0)
 
 
 def _credit(rollout: base.Rollout, adv_B: jax.Array) -> base.Credit:

@@ -105,6 +105,53 @@ def to_tokens(rollout: base.Rollout, adv_B: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(jnp.where(counted_BT(rollout), adv_B[:, None], 0.0).astype(jnp.float32))
 
 
+def running_baseline(baseline: jax.Array, rollout: base.Rollout, *, decay: float = 0.95) -> jax.Array:
+    """Advances the running mean of returns by a batch: decay b + (1 - decay) mean R; b where no rollout counts.
+
+    Args:
+      baseline: b, a scalar or one per rollout.
+      decay: in [0, 1).
+
+    Raises: base.InputError for a decay out of range.
+    """
+    if not 0 <= decay < 1:
+        raise base.InputError(f"credit.rae.decay must be in [0, 1), got {decay}")
+    kept_B = counted_B(rollout)
+    moved = decay * baseline + (1.0 - decay) * masked.mean(rollout.return_B, kept_B)
+    return jnp.where(jnp.any(kept_B), moved, baseline)
+
+
+def outcome_classes(x: jax.Array, edges: tuple[float, ...]) -> jax.Array:
+    """Class of each outcome, in [0, len(edges)]: how many of the ascending edges it reaches."""
+    return jnp.searchsorted(jnp.asarray(edges, jnp.float32), x, side="right")
+
+
+def turns_to_tokens(rollout: base.Rollout, adv_BS: jax.Array) -> jax.Array:
+    """Gives every sampled token of a counted rollout the advantage of its turn; 0 elsewhere; no gradient."""
+    adv_BT = jax.vmap(turns.to_tokens)(adv_BS, rollout.turn_BT)
+    return jax.lax.stop_gradient(masked.zero(adv_BT, counted_BT(rollout)).astype(jnp.float32))
+
+
+def relative(x_N: jax.Array, group_N: jax.Array, weight_N: jax.Array, *, scale: str, floor: float) -> jax.Array:
+    """Compares entries within their group: x - mean, by `scale` 'std' divided by std + floor.
+
+    Entries of weight 0 or not finite are in no group and get 0, as does a group that agrees to 1e-6 or has one entry.
+    """
+    places = (x_N, group_N, weight_N)
+    centred_N = x_N - masked.group_mean(*places)
+    if scale == "std":
+        centred_N = centred_N / (masked.group_std(*places) + floor)
+    return masked.zero(centred_N, masked.counted(x_N, weight_N) & (masked.group_spread(*places) > masked.SPREAD))
+
+
+def check_scale(name: str, scale: str, floor: float) -> None:
+    """Raises: base.InputError unless scale is 'std' or 'none' and floor > 0."""
+    if scale not in ("std", "none"):
+        raise base.InputError(f"credit.{name}.scale is 'std' or 'none', got '{scale}'")
+    if not floor > 0:
+        raise base.InputError(f"credit.{name}.std_floor must be > 0, got {floor}")
+
+
 def report(rollout: base.Rollout, adv_BT: jax.Array) -> dict[str, jax.Array]:
     """Counts what taught nothing; every credit function logs these.
 

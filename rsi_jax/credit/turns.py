@@ -26,11 +26,6 @@ class Turns(NamedTuple):
     discount_S: jax.Array
     anchor_S: jax.Array
 
-    def end(self, x_T: jax.Array) -> jax.Array:
-        """Reads a token column at the last sampled token; 0 if the rollout has none."""
-        last = jnp.max(jnp.where(self.used_S, self.last_S, -1))
-        return jnp.where(last >= 0, x_T[jnp.maximum(last, 0)], 0.0)
-
 
 def table(segments: base.Segments) -> Turns:
     """Gathers the segments of one rollout (columns [S]) into turns.
@@ -63,6 +58,12 @@ def table(segments: base.Segments) -> Turns:
         discount_S=jnp.where(final_S & ~truncated_S, 0.0, discount_S),
         anchor_S=place(acting_S, segments.anchor_BS, base.NO_ANCHOR),
     )
+
+
+def final(used_S: jax.Array) -> jax.Array:
+    """True at the last turn of each rollout; any leading axes."""
+    after_S = jnp.concatenate([used_S[..., 1:], jnp.zeros_like(used_S[..., :1])], axis=-1)
+    return used_S & ~after_S
 
 
 def to_tokens(x_S: jax.Array, turn_T: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from rsi_jax.losses.aggregate import AGGREGATIONS, aggregate_weights, weighted_s
 from rsi_jax.losses.critic import value_loss
 from rsi_jax.losses.kl import KL_ESTIMATORS, kl_in_reward, kl_penalty_BT
 from rsi_jax.losses.policy import (
+    LOG_RATIO_MAX,
     RATIO_LEVELS,
     SURROGATES,
     entropy_bonus,
@@ -29,6 +30,7 @@ from rsi_jax.losses.surrogates import cispo, dppo, dro, gmpo, ppo_clip, sapo
 __all__ = [
     "AGGREGATIONS",
     "KL_ESTIMATORS",
+    "LOG_RATIO_MAX",
     "RATIO_LEVELS",
     "SURROGATES",
     "aggregate_weights",

@@ -13,6 +13,7 @@ from rsi_jax.feedback import schedule
 from rsi_jax.feedback import teacher as teacher_lib
 from rsi_jax.feedback import views as views_lib
 from rsi_jax.kernels import divergence as divergence_op
+from rsi_jax.kernels import token_logprob
 from rsi_jax.model import transformer
 
 
@@ -130,10 +131,29 @@ def feedback_loss(params, teacher, config, hidden_BTD, rollout: base.Rollout, cr
         chunk=o.chunk,
     ).reshape(K, U)
     mask_KU = views_lib.span_mask(views, o.span)
+    if d.is_clip:
+        value_KU *= _span_importance(params, config, student_KUD, rollout, o, d.is_clip)
     used_K = weight_K != 0
     value_K = jnp.sum(jnp.where(mask_KU, value_KU, 0.0), axis=1) / jnp.maximum(1, jnp.sum(mask_KU, axis=1))
     loss = jnp.sum(jnp.where(used_K, weight_K * jnp.where(used_K, value_K, 0.0), 0.0))
     return loss, {"divergence": jnp.sum(jnp.where(used_K, value_K, 0.0)), "views": jnp.sum(used_K)}
+
+
+def _span_importance(params, config, student_KUD, rollout: base.Rollout, o: Objective, bound: float) -> jax.Array:
+    """min(π / μ, bound) of each span token, no gradient: π as it is now, μ as it was when it sampled."""
+    views = base.given(rollout.views, "views")
+    tokens_KU = views_lib.span_tokens(rollout.tokens_BT, views, o.span)
+    logp_N, _ = token_logprob.token_logprob(
+        student_KUD.reshape(-1, student_KUD.shape[-1]),
+        transformer.unembedding(params),
+        tokens_KU.reshape(-1),
+        temperature=o.temperature,
+        soft_cap=config.logit_soft_cap,
+        chunk=o.chunk,
+    )
+    old_KU = views_lib.span_tokens(rollout.logp_BT, views, o.span)
+    ratio_KU = jnp.exp(jnp.clip(logp_N.reshape(old_KU.shape) - old_KU, -losses.LOG_RATIO_MAX, losses.LOG_RATIO_MAX))
+    return jax.lax.stop_gradient(jnp.where(views_lib.span_mask(views, o.span), jnp.minimum(ratio_KU, bound), 0.0))
 
 
 def _micro_batches(tree, rows: int, count: int):
