@@ -14,6 +14,8 @@ from rsi_jax.envs.exact import columns
 
 CLASSES = 32  # of returns, at most
 SIZE = 8  # rollouts of a group
+LEARN = 4  # hindsight is counted in so many batches
+PRIOR = 4.0  # weight of the policy against these counts, in episodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +47,12 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """One seed of a case: a policy, a batch, and other episodes to learn hindsight from."""
+    """One seed of a case: a policy, a batch, other batches to count hindsight in, and a key for what is sampled yet."""
 
     case: Case
     logits: np.ndarray
     sample: exact.Sample
-    others: exact.Sample
+    others: tuple[exact.Sample, ...]
     key: jax.Array
 
 
@@ -59,18 +61,23 @@ Made = tuple[base.Rollout, int]  # with the columns, and the tokens that they co
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A variant with its knobs, and how its columns are made. longest: horizons beyond it would take too long."""
+    """A variant with its knobs, and how its columns are made.
+
+    forked: it reads a batch with forks. changed: columns that `columns` changes beside those that the variant needs.
+    longest: horizons beyond it would take too long.
+    """
 
     variant: str
     knobs: Callable[[Case], dict[str, Any]] = lambda case: {}
     columns: Callable[[Drawn], Made] = lambda drawn: (drawn.sample.rollout, 0)
     forked: bool = False
+    changed: tuple[str, ...] = ()
     longest: int = 10**9
 
     def bind(self, case: Case) -> tuple[base.CreditFn, tuple[str, ...]]:
-        """The credit function, and the columns that it needs."""
+        """The credit function, and the columns that `columns` makes for it."""
         function, needs = credit.find(self.variant)
-        return functools.partial(function, **self.knobs(case)), needs
+        return functools.partial(function, **self.knobs(case)), (*needs, *self.changed)
 
 
 def _critic(noise: float):
@@ -98,8 +105,8 @@ def _outcomes(of: str, counted: bool):
             return columns.with_outcomes(
                 drawn.sample, getattr(columns, f"{of}_hindsight")(world, drawn.logits, edges)
             ), 0
-        path = drawn.others.path
-        log_h = columns.counted_hindsight(world, drawn.logits, path, edges, of=of)
+        path = exact.Path(*(np.concatenate(parts) for parts in zip(*(one.path for one in drawn.others), strict=True)))
+        log_h = columns.counted_hindsight(world, drawn.logits, path, edges, of=of, prior=PRIOR)
         return columns.with_outcomes(drawn.sample, log_h), int(np.sum(path.played_BH))
 
     return made
@@ -144,16 +151,19 @@ ARMS = {
     "otb": Arm("otb", columns=_collisions),
     "centred_return_to_go": Arm("centred_return_to_go"),
     "turn_rloo": Arm("turn_rloo"),
-    "mt_grpo": Arm("mt_grpo", lambda case: {"outcome": 0.0}),
+    "mt_grpo": Arm("mt_grpo", lambda case: {"outcome_weight": 0.0, "scale": "none"}),
     "gigpo": Arm("gigpo", lambda case: {"inner": _group(case), "discount": 1.0}),
-    "gigpo, nothing recurs": Arm("gigpo", lambda case: {"inner": _group(case), "discount": 1.0}, _nothing_recurs),
-    "tree_grpo": Arm("tree_grpo", forked=True),
+    "gigpo, nothing recurs": Arm(
+        "gigpo", lambda case: {"inner": _group(case), "discount": 1.0}, _nothing_recurs, changed=("segments",)
+    ),
+    "tree_grpo": Arm("tree_grpo", lambda case: {"scale": "none"}, forked=True),
     "turn_gae, exact critic": Arm("turn_gae", lambda case: {"discount": 1.0, "lambda_": 0.95}, _critic(0.0)),
     "turn_gae, critic off by 0.3": Arm("turn_gae", lambda case: {"discount": 1.0, "lambda_": 0.95}, _critic(0.3)),
     "vineppo, K = 1": Arm("vineppo", columns=_continuations(1)),
     "vineppo, K = 3": Arm("vineppo", columns=_continuations(3)),
     "vineppo, K = 9": Arm("vineppo", columns=_continuations(9)),
     "vineppo, K = 256": Arm("vineppo", columns=_continuations(256), longest=20),
+    "spo, K = 9": Arm("spo", columns=_continuations(9), longest=40),
     "hca": Arm("hca", _edges("return"), _outcomes("return", counted=False)),
     "hca, counted": Arm("hca", _edges("return"), _outcomes("return", counted=True)),
     "cocoa": Arm("cocoa", _edges("reward"), _outcomes("reward", counted=False)),
@@ -192,5 +202,12 @@ def draw(case: Case, seed: int, *, groups: int, forked: bool = False) -> Drawn:
     logits = exact.draw_logits(case.tables, seed, lean=case.lean)
     key_sample, key_others, key_columns = jax.random.split(jax.random.key(seed), 3)
     sample = exact.sample(case.tables, logits, key_sample, groups=groups, size=SIZE, forked=forked)
-    others = exact.sample(case.tables, logits, key_others, groups=groups, size=SIZE)
+    others = (
+        ()
+        if forked
+        else tuple(
+            exact.sample(case.tables, logits, key, groups=groups, size=SIZE)
+            for key in jax.random.split(key_others, LEARN)
+        )
+    )
     return Drawn(case, logits, sample, others, key_columns)

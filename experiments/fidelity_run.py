@@ -1,5 +1,6 @@
 """Measures the arms of `experiments.credit_fidelity` in one world: credit once per seed, then every measure of it."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,8 @@ def measure(case: Case, arms: Mapping[str, Arm], seeds: int, *, groups: int) -> 
     arms = {name: arm for name, arm in arms.items() if case.horizon <= arm.longest}
     bound = {name: arm.bind(case) for name, arm in arms.items()}
 
-    @jax.jit
+    # A world's program runs once per seed and takes longer to compile than to run: do not optimise it.
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def credits(rollouts, added):
         return {
             name: function(rollouts[arms[name].forked].replace(**added[name])).adv_BT
@@ -35,9 +37,7 @@ def measure(case: Case, arms: Mapping[str, Arm], seeds: int, *, groups: int) -> 
         drawn = {forked: fidelity_arms.draw(case, seed, groups=groups, forked=forked) for forked in kinds}
         made = {name: arm.columns(drawn[arm.forked]) for name, arm in arms.items()}
         # Only what an arm reads goes in, so that all arms share the rest of the program.
-        added = {
-            name: {field: getattr(made[name][0], field) for field in (*bound[name][1], "segments")} for name in arms
-        }
+        added = {name: {field: getattr(made[name][0], field) for field in bound[name][1]} for name in arms}
         adv = credits({forked: one.sample.rollout for forked, one in drawn.items()}, added)
         for name, arm in arms.items():
             found[name].append(readings(drawn[arm.forked], np.asarray(adv[name]), made[name][1]))

@@ -56,7 +56,7 @@ def test_every_world_is_found_by_its_name_and_a_misspelt_one_is_named():
     with pytest.raises(base.InputError, match="key_to_door needs at least 2, got 1"):
         exact.make("key_to_door", horizon=1)
     with pytest.raises(base.InputError, match="known: jsonl, questions, tool_calls"):
-        envs.find("exact")  # a policy in these worlds is no language model
+        envs.find("exact")  # a policy there is a table, no language model
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -148,7 +148,7 @@ def test_sampled_returns_and_continuations_agree_with_the_exact_values(name):
     adv_BH = np.where(sample.path.played_BH, columns.looked_up(sample.path, values.adv_HNA), 0.0)
     assert abs(adv_BH.sum(1).mean()) < 4 * adv_BH.sum(1).std() / math.sqrt(len(miss_B)) + 1e-6
     few = play.Path(*(x[:8] for x in sample.path))
-    mean_BH, tokens = play.continuations(play.tables(world, logits), few, jax.random.key(1), count=512)
+    mean_BH, tokens = play.continuations(play.tables(world, logits), few, jax.random.key(1), 512)
     played_BH = np.asarray(few.played_BH)
     v_BH = values.v_HN[np.arange(world.horizon), np.asarray(few.state_BH)]
     prob_NR = np.einsum("hna,hnar->hnr", exact.policy(world, logits), exact.returns(world, logits).prob_HNAR)

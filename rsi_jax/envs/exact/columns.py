@@ -56,7 +56,7 @@ def with_continuations(
     path = sample.path
     if asked_BH is not None:
         path = path._replace(played_BH=path.played_BH & asked_BH)
-    mean_BH, tokens = play.continuations(play.tables(world, logits), path, key, count=count)
+    mean_BH, tokens = play.continuations(play.tables(world, logits), path, key, count)
     return sample.rollout.replace(mc_value_BT=play.on_tokens(sample.rollout, path, mean_BH, jnp.nan)), int(tokens)
 
 

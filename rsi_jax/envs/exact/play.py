@@ -122,20 +122,21 @@ def play(made: Tables, start_B: jax.Array, key: jax.Array, trunk: Path | None = 
     return Path(*(column_HB.T for column_HB in columns), final_B=final_B)
 
 
-@functools.partial(jax.jit, static_argnames="count")
-def continuations(made: Tables, path: Path, key: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def continuations(made: Tables, path: Path, key: jax.Array, count) -> tuple[jax.Array, jax.Array]:
     """Plays `count` fresh episodes from the state before every turn of every path.
 
     Args:
       made: of `tables`.
       path: where to start from; turns beyond the end of an episode are not asked.
       key: the key is consumed.
-      count: K, >= 1.
+      count: K >= 1; it may be traced.
 
     Returns: (mean return of the K [B, H], 0 where not asked; tokens that were sampled, a scalar).
     """
     H = path.state_BH.shape[1]
     begin_BH = jnp.broadcast_to(jnp.arange(H), path.state_BH.shape)
+    first_N, asked_N = path.state_BH.reshape(-1), path.played_BH.reshape(-1)
 
     def turn(carry, xs):
         state_N, on_N, total_N, tokens = carry
@@ -147,14 +148,14 @@ def continuations(made: Tables, path: Path, key: jax.Array, *, count: int) -> tu
         after_N = jnp.where(acts_N, at.next_HNAJ[place], state_N)
         return (after_N, on_N & ~made.over_N[after_N], total_N, tokens + jnp.sum(acts_N)), None
 
-    def once(key):
-        first = path.state_BH.reshape(-1)
-        start = (first, path.played_BH.reshape(-1), jnp.zeros(first.shape), 0)
-        (_, _, total_N, tokens), _ = jax.lax.scan(turn, start, (_turns(made), jax.random.split(key, H), jnp.arange(H)))
-        return total_N.reshape(path.state_BH.shape), tokens
+    def once(k, carry):
+        total_N, tokens = carry
+        xs = (_turns(made), jax.random.split(jax.random.fold_in(key, k), H), jnp.arange(H))
+        (_, _, total_N, tokens), _ = jax.lax.scan(turn, (first_N, asked_N, total_N, tokens), xs)
+        return total_N, tokens
 
-    total_KBH, tokens_K = jax.lax.map(once, jax.random.split(key, count))
-    return jnp.mean(total_KBH, axis=0), jnp.sum(tokens_K)
+    total_N, tokens = jax.lax.fori_loop(0, count, once, (jnp.zeros(first_N.shape), 0))
+    return total_N.reshape(path.state_BH.shape) / count, tokens
 
 
 @functools.partial(jax.jit, static_argnames="fill")
@@ -251,10 +252,17 @@ def sample(
     worlds.at_least("sample: size", size, 1)
     if forked and size % 2:
         raise base.InputError(f"forked groups need an even size, got {size}")
-    made, B, A = tables(world, logits), groups * size, world.prob_HNAJ.shape[2]
+    first_N = jnp.asarray(np.cumsum(world.start_N) / world.start_N.sum(), jnp.float32)
+    return _sample(tables(world, logits), first_N, key, groups, size, observed, forked)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _sample(
+    made: Tables, first_N: jax.Array, key: jax.Array, groups: int, size: int, observed: bool, forked: bool
+) -> Sample:
+    B, A = groups * size, made.logp_HNA.shape[2]
     key_start, key_play, key_fork, key_again = jax.random.split(key, 4)
-    start_G = _choose(jnp.broadcast_to(jnp.cumsum(world.start_N), (groups, len(world.states))), key_start)
-    start_B = jnp.repeat(jnp.minimum(start_G, len(world.states) - 1), size)
+    start_B = jnp.repeat(_choose(jnp.broadcast_to(first_N, (groups, len(first_N))), key_start), size)
     path, tree_B = play(made, start_B, key_play), None
     if forked:
         row_B = jnp.arange(B)
@@ -265,5 +273,4 @@ def sample(
         drawn_B = 1 + jnp.floor(jax.random.uniform(key_fork, (B,)) * (turns_B - 1)).astype(jnp.int32)
         fork_B = jnp.where(grown_B, jnp.where(turns_B > 1, drawn_B, 0), trunk.played_BH.shape[1])
         path = play(made, start_B, key_again, trunk, fork_B)
-    rollout = to_rollout(path, jnp.arange(B) // size, actions=A, observed=observed, tree_B=tree_B)
-    return Sample(rollout, path)
+    return Sample(to_rollout(path, jnp.arange(B) // size, actions=A, observed=observed, tree_B=tree_B), path)
