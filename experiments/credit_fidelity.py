@@ -14,6 +14,8 @@ A variant that this build does not have is left out, and named. Rows go to --res
 from them. stdout ends with one JSON line: rows, claims, absent, results, figure.
 """
 
+import concurrent.futures
+import functools
 import json
 import pathlib
 import time
@@ -105,11 +107,13 @@ def main(_) -> None:
     arms = {name: arm for name, arm in arms.items() if arm.variant not in absent}
     cases = [case for case in fidelity_arms.cases(_QUICK.value) if case.world in worlds]
     started, readings, rows = time.monotonic(), {}, []
-    for case in cases:
-        for arm, per_seed in fidelity_run.measure(case, arms, seeds, groups=_GROUPS.value).items():
-            readings[case.world, case.horizon, arm] = per_seed
-            rows.append(row_of(case, arm, per_seed, seeds))
-        print(f"{case.world} at {case.horizon}: {metrics.duration(time.monotonic() - started)}", flush=True)
+    measure = functools.partial(fidelity_run.measure, arms=arms, seeds=seeds, groups=_GROUPS.value)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # one world compiles while another is traced
+        for case, found in zip(cases, pool.map(measure, cases), strict=True):
+            for arm, per_seed in found.items():
+                readings[case.world, case.horizon, arm] = per_seed
+                rows.append(row_of(case, arm, per_seed, seeds))
+            print(f"{case.world} at {case.horizon}: {metrics.duration(time.monotonic() - started)}", flush=True)
 
     def read(reading: fidelity_claims.Reading):
         found = readings.get((reading.world, reading.horizon, reading.arm))

@@ -23,7 +23,7 @@ def measure(case: Case, arms: Mapping[str, Arm], seeds: int, *, groups: int) -> 
     arms = {name: arm for name, arm in arms.items() if case.horizon <= arm.longest}
     bound = {name: arm.bind(case) for name, arm in arms.items()}
 
-    # A world's program runs once per seed and takes longer to compile than to run: do not optimise it.
+    # Runs once per seed and takes longer to compile than to run: it is not optimised.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def credits(rollouts, added):
         return {
