@@ -7,7 +7,8 @@ python -m experiments.credit_fidelity
 For each world, horizon and seed: draws a policy and groups of 8 rollouts, asks every variant for its credit, and
 compares it with the true advantage of each sampled token: cosine, sign accuracy, rank correlation (Spearman), bias,
 variance, signal-to-noise; and the policy gradient it makes with the exact one, by rollouts and by sampled tokens, those
-of continuations and of learning hindsight counted. Seeds are the unit of every interval (Student, 95%).
+of continuations and of learning hindsight counted. Seeds are the unit of every interval (Student, 95%). The knobs of
+every arm stand in experiments/fidelity_arms.py: no division by a std, γ = 1, mt_grpo without its outcome term.
 
 The claims of experiments/fidelity_claims.py were written before the run; one that fails is printed as failed.
 A variant that this build does not have is left out, and named. Rows go to --results, anew every run; --figure is drawn
@@ -62,6 +63,15 @@ def row_of(case, arm: str, per_seed: list[dict], seeds: int) -> dict:
             {"rollouts": points[0]["rollouts"], "tokens": tokens, "gradient_cosine": mean, "low": low, "high": high}
         )
     return row | {"curve": curve, "seeds": seeds}
+
+
+def rounded(value):
+    """Rounds the numbers of a row to 6 significant digits, which is more than the intervals know."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def show(rows: list[dict], claims: list[dict]) -> None:
@@ -123,7 +133,7 @@ def main(_) -> None:
     claims = [claim for claim in judged if claim]
     results = pathlib.Path(_RESULTS.value)
     results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text("".join(json.dumps(metrics.jsonable(row)) + "\n" for row in [*rows, *claims]))
+    results.write_text("".join(json.dumps(rounded(metrics.jsonable(row))) + "\n" for row in [*rows, *claims]))
     if _FIGURE.value:
         fidelity_figure.draw(rows, pathlib.Path(_FIGURE.value))
     show(rows, claims)

@@ -17,6 +17,19 @@ LINES = {
 SMALL = 8
 
 
+def heading(world: str, horizon: int) -> str:
+    """A world's name on two lines if it has as many words, and its horizon below."""
+    name = world.replace("_", "\n", 1).replace("_", " ")
+    return f"{name}\n{horizon} turns"
+
+
+def written(row: Mapping[str, Any]) -> str:
+    """Mean and half of the interval of a cosine, as short as they go; no half where it rounds to 0."""
+    half = f"{(row['high'] - row['low']) / 2:.2f}"
+    mean = f"{round(row['cosine'], 2) + 0.0:.2f}"
+    return mean if half == "0.00" else f"{mean} ±{half.removeprefix('0')}"
+
+
 def draw(rows: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
     """Draws the cosine of every variant in every world, then cosine by horizon and gradient cosine by tokens."""
     import matplotlib
@@ -55,19 +68,10 @@ def _cosines(axes, rows, arms, places) -> None:
     for y, arm in enumerate(arms):
         for x, place in enumerate(places):
             if (row := found.get((arm, *place))) is not None:
-                half = (row["high"] - row["low"]) / 2
-                dark = abs(row["cosine"]) > 0.6
-                axes.text(
-                    x,
-                    y,
-                    f"{row['cosine']:.2f}" + (f" ±{half:.2f}".replace("0.", ".") if half >= 0.005 else ""),
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color="white" if dark else "#222222",
-                )
+                colour = "white" if abs(row["cosine"]) > 0.6 else "#222222"
+                axes.text(x, y, written(row), ha="center", va="center", fontsize=7, color=colour)
     axes.set_yticks(range(len(arms)), arms, fontsize=SMALL)
-    axes.set_xticks(range(len(places)), [f"{w.replace('_', ' ')}\n{h} turns" for w, h in places], fontsize=7)
+    axes.set_xticks(range(len(places)), [heading(*place) for place in places], fontsize=7)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
