@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +153,7 @@ def random_rollout(
     rows = [row() for _ in range(B)]
     group = rng.permutation(np.arange(B) % groups)
     weight = (rng.random(B) >= masked).astype(np.float32)
-    made = rollout(rows, group=group, weight=weight, T=T, S=2 * turns + 1, seed=seed)
+    made = rollout(rows, group=group.tolist(), weight=weight.tolist(), T=T, S=2 * turns + 1, seed=seed)
     value_BT = rng.normal(size=(B, T)).astype(np.float32)  # log-probs are < 0 exactly on the mask
     made = made.replace(value_BT=jnp.asarray(np.where(made.logp_BT < 0, value_BT, 0.0)))
     return with_anchors(made, np.random.default_rng([seed, 1]).integers(-1, 3, (B, 2 * turns + 1)))
@@ -193,11 +194,12 @@ def random_views(
         columns["hint_length"][k] = rng.integers(1, hint_tokens + 1)
         columns["source"][k] = rng.integers(0, 2)
         weight_K[k], polarity_K[k] = rng.choice([0.5, 1.0]), rng.choice([1.0, 1.0, -1.0])
+    columns_K: dict[str, Any] = {f"{name}_K": jnp.asarray(x) for name, x in columns.items()}
     return base.Views(
         hint_KN=jnp.asarray(rng.integers(0, 50, (K, hint_tokens), np.int32)),
         weight_K=jnp.asarray(weight_K),
         polarity_K=jnp.asarray(polarity_K),
-        **{f"{name}_K": jnp.asarray(x) for name, x in columns.items()},
+        **columns_K,
     )
 
 

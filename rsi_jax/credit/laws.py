@@ -166,12 +166,13 @@ def order(seed: int) -> Deviations:
     """Permuting the rollouts permutes the credit."""
     rollout = random(seed)
     order_B = np.random.default_rng(seed).permutation(B)
-    per = base.given(rollout.views, "views").rollout_K.shape[0] // B
+    views = base.given(rollout.views, "views")
+    per = views.rollout_K.shape[0] // B
     order_K = (order_B[:, None] * per + np.arange(per)).reshape(-1)
-    views = jax.tree.map(lambda x: x[order_K], rollout.views).replace(rollout_K=rollout.views.rollout_K)
+    moved_views = jax.tree.map(lambda x: x[order_K], views).replace(rollout_K=views.rollout_K)
     changed = {name: x[order_K if name.endswith("_KU") else order_B] for name, x in columns(rollout)}
     segments = jax.tree.map(lambda x: x[order_B], rollout.segments)
-    got, want = run(rollout.replace(segments=segments, views=views, **changed)), {}
+    got, want = run(rollout.replace(segments=segments, views=moved_views, **changed)), {}
     for name, found in run(rollout).items():
         rows = {"adv_BT": order_B, "value_target_BT": order_B, "view_weight_K": order_K}
         moved = {key: x[at] for key, at in rows.items() if (x := getattr(found, key)) is not None}

@@ -55,7 +55,7 @@ def find(name: str):
 
     Raises: base.InputError naming the nearest environment.
     """
-    known = [module.name for module in pkgutil.iter_modules(__path__)]
+    known = [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]  # one file each
     if name not in known:
         mend = base.did_you_mean(name, known)
         raise base.InputError(f"env.name={name!r} is no environment (known: {', '.join(known)}){mend}")
