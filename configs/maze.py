@@ -9,11 +9,12 @@ from configs import default
 def get_config():
     c = default.get_config()
     c.env.name = "maze"
-    c.env.maze.wander = 0.9  # such demonstrations return -64.13 in the mean
-    c.rollout.update(capacity=1344, slots=32)
-    c.lm.update(updates=60, batch_rows=8, row_tokens=1344)
-    c.rl.update(updates=30, groups=4, group_size=8)
+    c.env.maze.update(steps=32, wander=0.8)
+    c.rollout.update(capacity=544, slots=16)
+    c.lm.update(updates=60, batch_rows=4, row_tokens=544)
+    c.rl.update(updates=15, groups=2, group_size=8)
     c.credit.name = "gigpo"
+    c.credit.gigpo.scale = "std"  # as the episode's own term
     c.feedback.rules = ()
-    c.evaluation.update(episodes=64, final_episodes=256)
+    c.evaluation.update(every=0, final_episodes=128)
     return c

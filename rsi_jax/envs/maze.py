@@ -12,6 +12,9 @@ episode returns between -(steps + 1) and 0. A description is
     observed = 'full':     "goal 8 6 position 5 3 walls up left", rows from the top and columns from the left, from 0
     observed = 'partial':  "walls up left" (or "walls none"): where one is follows from what was done and seen
 
+Of two policies the values are known exactly (evals/maze_exact.py, over uniform starts, 100 steps): the shortest path
+returns -6.84; a uniform choice of the four moves returns -85.89 and reaches the goal in 24.68 % of the episodes.
+
 Source: Abdulhai et al. 2023 (https://arxiv.org/abs/2311.18232), the mazes 'double_t_maze' and `standard_reward`.
 Differs: words of our own and no punctuation, so that a word tokenizer reads them; the fully observed policy sees the
   earlier turns too, where the benchmark shows it the last description only.
@@ -25,17 +28,18 @@ import zlib
 from rsi_jax import base
 from rsi_jax.envs import Reply
 
-LAYOUT = """\
-#############
-#.....#.....#
-###.#####.###
-###.#####.###
-###.#####.###
-###.......###
-######.######
-######.######
-######.######
-#############""".split("\n")
+LAYOUT = (
+    "#############",
+    "#.....#.....#",
+    "###.#####.###",
+    "###.#####.###",
+    "###.#####.###",
+    "###.......###",
+    "######.######",
+    "######.######",
+    "######.######",
+    "#############",
+)
 CELLS = tuple((r, c) for r, row in enumerate(LAYOUT) for c, place in enumerate(row) if place == ".")
 GOAL = (8, 6)
 STARTS = tuple(cell for cell in CELLS if cell != GOAL)
@@ -56,7 +60,8 @@ def beside(cell: tuple[int, int], way: str) -> tuple[int, int]:
 @functools.cache
 def best_actions() -> dict[tuple[int, int], str]:
     """The first action of the shortest path to the goal from each start; the maze is a tree, so there is one."""
-    found, front = {}, [GOAL]
+    found: dict[tuple[int, int], str] = {}
+    front: list[tuple[int, int]] = [GOAL]
     for cell in front:
         for way in OFFSETS:
             for start in STARTS:
@@ -72,7 +77,7 @@ def score(mean_return: float, observed: str) -> float:
       50 (x - low) / (data - low)  below the mean of the data,  50 + 50 (x - data) / (high - data)  above
 
     mean_return: over uniform starts, at STEPS steps. observed: one of OBSERVED.
-    Source: Abdulhai et al. 2023, section 5 and table 2.
+    Source: Abdulhai et al. 2023, section 5 and table 2, and their `compute_score_normalizations.py`.
     """
     low, data, high = SCALES[observed]
     if mean_return < data:
@@ -175,7 +180,10 @@ def make(**knobs) -> Maze:
 
 
 def summary(transcripts: list[base.Transcript]) -> dict[str, float]:
-    """Success, shares of illegal actions and of actions along the shortest path, and (at STEPS steps) the score."""
+    """Success, shares of illegal actions and of actions along the shortest path, and the score.
+
+    The score is left out at another number of steps than STEPS, and where an episode was cut off.
+    """
     turns = [turn for transcript in transcripts for turn in transcript.turns]
     last = [transcript.turns[-1].info for transcript in transcripts]
     found = {
@@ -183,7 +191,8 @@ def summary(transcripts: list[base.Transcript]) -> dict[str, float]:
         "illegal": sum(not turn.info["legal"] for turn in turns) / max(1, len(turns)),
         "shortest": sum(turn.info["correct"] for turn in turns) / max(1, len(turns)),
     }
-    scale = next((info["scale"] for info in last if "scale" in info), None)
+    scales = {info.get("scale") for info in last}  # None: another number of steps, or cut off before the end
+    scale = scales.pop() if len(scales) == 1 else None
     if scale is None:
         return found
     mean_return = sum(transcript.score for transcript in transcripts) / len(transcripts)
