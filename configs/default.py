@@ -43,6 +43,13 @@ def _env():
             max_named=3,  # other candidates of the same kind that a right message may name
         )
     )
+    c.maze = config_dict.ConfigDict(
+        dict(
+            observed="full",  # 'full' | 'partial': the walls only
+            steps=100,  # to reach the goal; the benchmark's, its scores hold for no other number
+            wander=0.0,  # share of random actions in a demonstration
+        )
+    )
     c.jsonl = config_dict.ConfigDict()  # configs/jsonl.py: prompts from config.data.path, reward from config.reward
     return c
 

@@ -49,7 +49,7 @@ def test_the_knobs_of_a_variant_are_its_keyword_arguments(name):
 
 def test_the_knobs_of_an_environment_are_its_fields():
     config = default.get_config()
-    for name in ("tool_calls", "questions"):
+    for name in ("tool_calls", "questions", "maze"):
         made = envs.find(name).make(**config.env[name].to_dict())
         assert dataclasses.is_dataclass(made)
         assert set(config.env[name]) <= {field.name for field in dataclasses.fields(made)}

@@ -35,6 +35,8 @@ class Measure:
 
 MEASURES = (
     Measure("success", "success", "higher", "share of episodes"),
+    Measure("score", "benchmark score", "higher", "0 = its minimum, 50 = the mean of its data, 100 = its maximum"),
+    Measure("illegal", "illegal actions", "lower", "share of the actions"),
     Measure("invalid", "invalid calls", "lower", "share of the turns that need a tool"),
     Measure("filler_correct", "filler turns answered correctly", "higher", "collateral damage shows here"),
     Measure("return", "return", "higher"),
@@ -215,7 +217,9 @@ def intro(config: Any, status: str = "") -> str:
         parts.append(f"Warm-up: {k.updates} updates of {k.batch_rows} x {k.row_tokens} tokens.")
         if k.data == "demonstrations":
             knobs = ", ".join(f"{name} = {value}" for name, value in k.items() if name not in LM_KNOBS)
-            parts.append(f"Its data are demonstrations, all of them correct; of lengths and kinds ({knobs}).")
+            wander = config.env[config.env.name].get("wander", 0.0)
+            kind = f"a share {wander:g} of whose actions is random" if wander else "all of them correct"
+            parts.append(f"Its data are demonstrations, {kind}; of lengths and kinds ({knobs}).")
         else:
             parts.append(f"Its data: {k.path}.")
     if "rl" in config.stages:

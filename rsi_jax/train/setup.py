@@ -36,11 +36,11 @@ class Parts:
 
 
 def make_env(config, horizon: int | None = None) -> envs.Env:
-    """Builds the environment of the config; `horizon` overrides its own (for demonstrations)."""
+    """Builds the environment of the config; `horizon` overrides its own, where it has one (for demonstrations)."""
     knobs = config.env[config.env.name].to_dict()
     if config.env.name == "jsonl":
         knobs |= {"path": config.data.path, "reward": config.reward, "held_out_path": config.data.held_out}
-    if horizon is not None:
+    if horizon is not None and "horizon" in knobs:
         knobs |= {"horizon": horizon, "goals": 0, "slack": 0}
     return envs.find(config.env.name).make(**knobs)
 
