@@ -92,8 +92,9 @@ class _Episode:
         """Plays the first `count` tokens of a turn again; they lengthen the segment before the action."""
         if not count:
             return
-        span = [(turn.start, turn.start + min(count, turn.length)) for turn in prefix.turns[turns : turns + 1]]
-        ids = [id_ for start, end in span for id_ in prefix.tokens[start:end]]
+        ids: list[int] = []
+        for turn in prefix.turns[turns : turns + 1]:  # none when the transcript ends here
+            ids = prefix.tokens[turn.start : turn.start + min(count, turn.length)]
         full = count >= self.budget or len(self.transcript.tokens) + count >= self.capacity
         if len(ids) < count or ids[-1] in self.chat.stop_ids or full:
             raise ValueError(
