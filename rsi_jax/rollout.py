@@ -22,14 +22,17 @@ from rsi_jax.model.chat import Chat
 class Task:
     """One rollout to collect: the environment's seed and the group that shares its baseline.
 
-    prefix, turns: play on from the first `turns` turns of this transcript of the same seed; what it said there counts
-    as observation (it is not trained on), and its rewards stay where they landed.
+    prefix, turns, tokens: play on from the first `turns` turns of this transcript of the same seed and the first
+    `tokens` sampled tokens of the turn after them; what it said there counts as observation (it is not trained on), and
+    its rewards stay where they landed. A turn that begins with such tokens is one turn: one text to the environment,
+    and one budget, so what is sampled beyond it is cut (each token depends on those before it only).
     """
 
     seed: int
     group: int
     prefix: base.Transcript | None = None
     turns: int = 0
+    tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +55,13 @@ class _Episode:
 
     def __init__(self, sampler: Sampler, row: int, task: Task):
         self.row, self.env, self.chat, self.capacity = row, sampler.env, sampler.chat, sampler.capacity
+        self.budget = sampler.sampling.max_tokens
         self.state, messages = sampler.env.reset(task.seed)
         self.transcript = base.Transcript(task.seed, task.group)
         self.logp: list[float] = []
         self.kept: list[float] = []
         self.segments: list[dict[str, Any]] = []
+        self.opening: list[int] = []  # replayed tokens of the turn that is about to be sampled
         self.cached = 0
         self.done = False
         chunk = self.chat.start(messages)
@@ -68,6 +73,7 @@ class _Episode:
         self._append(chunk, messages, base.PROMPT)
         if task.prefix is not None:
             self._replay(task.prefix, task.turns)
+            self._open(task.prefix, task.turns, task.tokens)
 
     def _replay(self, prefix: base.Transcript, turns: int) -> None:
         """Plays the first turns of a transcript again; the cache holds none of it yet."""
@@ -82,6 +88,22 @@ class _Episode:
         if self.done:
             raise ValueError(f"task {prefix.seed}: the episode is over after {turns} turns, nothing can follow")
 
+    def _open(self, prefix: base.Transcript, turns: int, count: int) -> None:
+        """Plays the first `count` tokens of a turn again; they lengthen the segment before the action."""
+        if not count:
+            return
+        ids: list[int] = []
+        for turn in prefix.turns[turns : turns + 1]:  # none when the transcript ends here
+            ids = prefix.tokens[turn.start : turn.start + min(count, turn.length)]
+        full = count >= self.budget or len(self.transcript.tokens) + count >= self.capacity
+        if len(ids) < count or ids[-1] in self.chat.stop_ids or full:
+            raise ValueError(
+                f"task {prefix.seed}: turn {turns} is over within {count} tokens, nothing can follow in it"
+            )
+        self.opening = ids
+        self.segments[-1]["length"] += count
+        self._extend(ids, [0.0] * count, [1.0] * count)
+
     def _append(self, chunk, messages, kind: int) -> None:
         start = len(self.transcript.tokens)
         self.shown, self.insert_at = list(messages), start + chunk.insert_at
@@ -89,6 +111,9 @@ class _Episode:
 
     def _grow(self, ids, logp, kept, kind: int) -> None:
         self.segments.append(dict(start=len(self.transcript.tokens), length=len(ids), kind=kind))
+        self._extend(ids, logp, kept)
+
+    def _extend(self, ids, logp, kept) -> None:
         self.transcript.tokens += ids
         self.logp += logp
         self.kept += kept
@@ -98,10 +123,11 @@ class _Episode:
 
     def act(self, ids: list[int], logp: list[float], kept: list[float], finish: int) -> None:
         """Takes a sampled turn, steps the environment, appends the observation."""
-        start = len(self.transcript.tokens)
-        self.cached = start + len(ids) - 1
-        text = self.chat.text(ids)
         self._grow(ids, logp, kept, base.ACTION)
+        ids, self.opening = self.opening + ids, []
+        end = len(self.transcript.tokens)
+        start, self.cached = end - len(ids), end - 1
+        text = self.chat.text(ids)
         self.state, reply = self.env.step(self.state, text, finish)
         self.done = reply.done
         if reply.done and finish == base.STOP:
@@ -115,7 +141,7 @@ class _Episode:
         if reply.done:
             return
         chunk = self.chat.continue_(reply.messages, last_id=ids[-1])
-        if start + len(ids) + len(chunk.ids) >= self.capacity:  # no room to act again: truncated, not terminal
+        if end + len(chunk.ids) >= self.capacity:  # no room to act again: truncated, not terminal
             self.transcript.truncated = self.done = True
             self.segments[-1]["finish"] = record.finish = base.LENGTH
             return
@@ -178,9 +204,10 @@ def _sample_turn(params, cache, slots, key_B, sampler: Sampler):
     out = jax.device_get(out)
     for i, episode in enumerate(slots):
         if episode:
-            n = int(out.length_B[i])
+            n = min(int(out.length_B[i]), sampler.sampling.max_tokens - len(episode.opening))
             columns = (out.tokens_BA[i, :n], out.logp_BA[i, :n], out.kept_mass_BA[i, :n])
-            episode.act(*(column.tolist() for column in columns), int(out.finish_B[i]))
+            finish = int(out.finish_B[i]) if n == out.length_B[i] else base.LENGTH
+            episode.act(*(column.tolist() for column in columns), finish)
     return cache, int(out.length_B.sum())
 
 

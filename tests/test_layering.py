@@ -13,12 +13,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = {
     "loops": "ops train derive evals problems and below",
     "ops": "store metrics base",
-    "train": "rollout annotate feedback credit losses optim checkpoint store metrics report and below",
+    "train": "continuations anchors rollout annotate feedback credit losses optim checkpoint store metrics report "
+    "and below",
     "derive": "rollout annotate feedback credit losses optim checkpoint store metrics and below",
-    "evals": "rollout envs problems sandbox and below",
+    "evals": "continuations rollout envs problems sandbox and below",
     "envs": "sandbox tools problems base",
     "problems": "sandbox store base",
     "tools": "sandbox base",
+    "continuations": "rollout base",
+    "anchors": "base",
     "rollout": "sample envs model base",
     "feedback": "model kernels masked sharding base",
     "annotate": "feedback model kernels masked sharding base",  # teacher columns are read off the views

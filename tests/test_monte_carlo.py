@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rsi_jax import annotate, base, rollout
+from rsi_jax import annotate, base, continuations, rollout
 from rsi_jax.envs import Reply
 from rsi_jax.evals import monte_carlo
 from tests.test_rollout import KEY, PARAMS, SAMPLER, TASKS, WORDS, play
@@ -83,11 +83,11 @@ def test_estimates_agree_with_the_probabilities_of_the_model_and_add_up_to_the_r
 def test_every_second_turn_asks_for_the_values_around_it_only(monkeypatch):
     asked = []
 
-    def fake(params, transcript, turns, key, sampler, *, count):
-        asked.extend(turns)
-        return np.zeros((len(turns), count))
+    def fake(params, places, key, sampler, *, count):
+        asked.extend(place.turns for place in places)
+        return np.zeros((len(places), count)), {}
 
-    monkeypatch.setattr(monte_carlo, "returns_from", fake)
+    monkeypatch.setattr(continuations, "returns_from", fake)
     transcript = base.Transcript(0, 0, turns=[base.TurnRecord([], "", 0, 1, 0, base.STOP)] * 5)
     assert list(monte_carlo.along(None, transcript, KEY, SAMPLER, count=4, every=2)) == [0, 2, 4]
     assert asked == [0, 1, 2, 3, 4, 5]

@@ -10,14 +10,12 @@ on the abstract state of the tool-call task.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from scipy import stats
 
-from rsi_jax import base, rollout
+from rsi_jax import base, continuations, rollout
 
 
 class Estimate(NamedTuple):
@@ -42,29 +40,6 @@ def _estimate(mean: float, variance: float, count: int) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-def returns_from(
-    params, transcript: base.Transcript, turns: Sequence[int], key: jax.Array, sampler: rollout.Sampler, *, count: int
-) -> np.ndarray:
-    """Rewards still to come after the first t turns, for each t of `turns`: float64 [len(turns), count].
-
-    Zeros where the episode is over by then. Cost: `count` continuations for each of the other t.
-    """
-    last = len(transcript.turns)
-    over = [t >= last and not transcript.truncated for t in turns]
-    tasks = [
-        rollout.Task(transcript.seed, i, transcript, t)
-        for i, (t, done) in enumerate(zip(turns, over, strict=True))
-        if not done
-        for _ in range(count)
-    ]
-    found = np.zeros((len(turns), count))
-    if tasks:
-        played = rollout.collect(params, tasks, key, sampler)[1]
-        rewards = [sum(turn.reward for turn in p.turns[task.turns :]) for task, p in zip(tasks, played, strict=True)]
-        found[~np.array(over)] = np.reshape(rewards, (-1, count))
-    return found
-
-
 def along(
     params, transcript: base.Transcript, key: jax.Array, sampler: rollout.Sampler, *, count: int, every: int = 1
 ) -> dict[int, Turn]:
@@ -77,7 +52,8 @@ def along(
         raise ValueError("an interval needs at least 2 continuations, of an episode that was not truncated")
     asked = range(0, len(transcript.turns), every)
     places = sorted({t + step for t in asked for step in (0, 1)})
-    sampled = returns_from(params, transcript, places, key, sampler, count=count)
+    from_places = [continuations.Place(transcript, t) for t in places]
+    sampled, _ = continuations.returns_from(params, from_places, key, sampler, count=count)
     mean = dict(zip(places, sampled.mean(axis=1).tolist(), strict=True))
     variance = dict(zip(places, (sampled.var(axis=1, ddof=1) / count).tolist(), strict=True))
     found = {}
