@@ -74,7 +74,7 @@ def grpo(rollout: base.Rollout, *, scale: str = "std", std_floor: float = 1e-6) 
     adv_B = _centred(rollout)
     if scale == "std":
         adv_B = adv_B / (masked.group_std(rollout.return_B, rollout.group_B, rollout.weight_B) + std_floor)
-    return _credit(rollout, adv_B)
+    return _credit(rollout, adv_B, std_floor=std_floor if scale == "std" else 0.0)
 
 
 def dr_grpo(rollout: base.Rollout) -> base.Credit:
@@ -208,6 +208,6 @@ def _centred(rollout: base.Rollout) -> jax.Array:
     return masked.zero(deviation_B, rewards.dynamic_sampling_keep(rollout))
 
 
-def _credit(rollout: base.Rollout, adv_B: jax.Array) -> base.Credit:
+def _credit(rollout: base.Rollout, adv_B: jax.Array, *, std_floor: float = 0.0) -> base.Credit:
     adv_BT = rewards.to_tokens(rollout, adv_B)
-    return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT))
+    return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT, std_floor=std_floor))
