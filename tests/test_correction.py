@@ -52,6 +52,12 @@ def test_T29_a_thousand_tokens_are_dropped_by_their_product_and_kept_by_their_ge
     assert metrics["cut"] == 0.0 and metrics["ess"] == pytest.approx(1.0, rel=1e-5)
 
 
+def test_T54_a_cap_of_two_on_log_ratios_two_and_zero():
+    found, metrics = weights(jnp.asarray([[2.0, 0.0]]), jnp.ones((1, 2), bool), high=2.0)
+    np.testing.assert_allclose(found, [[2.0, 1.0]], rtol=1e-6)
+    assert metrics["max"] == pytest.approx(np.exp(2.0), rel=1e-5)
+
+
 @pytest.mark.parametrize("how", ["truncate", "mask"])
 @pytest.mark.parametrize("level", losses.RATIO_LEVELS)
 def test_a_sampler_that_is_the_trainer_has_weights_of_exactly_one(how, level):
