@@ -103,6 +103,10 @@ def _rl():
     c.sapo_tau_pos = 1.0  # sharpness of the soft gate where the advantage is positive
     c.sapo_tau_neg = 1.05
     c.dro_beta = 0.05  # quadratic penalty on the log-ratio
+    c.correction = "none"  # weigh tokens by trainer / sampler: 'truncate' (TIS) | 'mask' (IcePop: 0 outside the bounds)
+    c.correction_level = "token"  # 'token' | 'sequence' (geometric mean over the rollout) | 'product'
+    c.correction_low = 0.0  # bounds of the ratio: 0 and 2 for TIS (Yao et al. 2025) ...
+    c.correction_high = 2.0  # ... 0.5 and 5 for IcePop (arXiv 2510.18855)
     c.kl_coef = 0.0  # KL to the policy at the start of the stage, in the loss
     c.kl_estimator = "k3+"  # 'k1' | 'k2' | 'k3' | 'k3+'
     c.kl_in_reward = 0.0  # the same KL taken off the rewards instead

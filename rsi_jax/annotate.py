@@ -60,7 +60,8 @@ def annotate(
     chunk: int = 512,
     span: int = 0,
 ) -> base.Rollout:
-    """Adds the named columns: 'value_BT', 'ref_logp_BT' (needs `ref`), 'view_logp_KU' (needs views; U = `span`).
+    """Adds the named columns: 'value_BT', 'policy_logp_BT', 'ref_logp_BT' (needs `ref`), 'view_logp_KU' (needs views;
+    U = `span`).
 
     teacher: its weights, None = live.
     """
@@ -68,10 +69,11 @@ def annotate(
     mask_BT = rollout.mask_BT
     if "value_BT" in columns:
         add["value_BT"] = jnp.where(mask_BT, shifted_values(params, hidden_states(params, config, rollout)), 0.0)
-    if "ref_logp_BT" in columns:
-        hidden_BTD = hidden_states(ref, config, rollout)
-        logp_BT, _ = token_logp(ref, config, hidden_BTD, rollout, temperature=temperature, chunk=chunk)
-        add["ref_logp_BT"] = jnp.where(mask_BT, logp_BT, 0.0)
+    for name, weights in (("policy_logp_BT", params), ("ref_logp_BT", ref)):
+        if name in columns:
+            hidden_BTD = hidden_states(weights, config, rollout)
+            logp_BT, _ = token_logp(weights, config, hidden_BTD, rollout, temperature=temperature, chunk=chunk)
+            add[name] = jnp.where(mask_BT, logp_BT, 0.0)
     if "view_logp_KU" in columns:
         add["view_logp_KU"] = _view_logp(
             params if teacher is None else teacher, config, rollout, span, temperature, chunk
@@ -80,18 +82,25 @@ def annotate(
 
 
 def _view_logp(teacher, config, rollout: base.Rollout, span: int, temperature: float, chunk: int) -> jax.Array:
-    views = base.given(rollout.views, "views")
     states_KUD = views_lib.teacher_states(teacher, config, rollout, span)
+    return span_logp(teacher, config, states_KUD, rollout, temperature=temperature, chunk=chunk)
+
+
+def span_logp(
+    teacher, config: transformer.Config, states_KUD: jax.Array, rollout: base.Rollout, *, temperature: float, chunk: int
+) -> jax.Array:
+    """Scores the sampled tokens of each view's span from the teacher's states there: nats [K, U], 0 off-span."""
+    views = base.given(rollout.views, "views")
     K, U, D = states_KUD.shape
     logp_N, _ = token_logprob.token_logprob(
         states_KUD.reshape(-1, D),
         transformer.unembedding(teacher),
-        views_lib.span_tokens(rollout.tokens_BT, views, span).reshape(-1),
+        views_lib.span_tokens(rollout.tokens_BT, views, U).reshape(-1),
         temperature=temperature,
         soft_cap=config.logit_soft_cap,
         chunk=chunk,
     )
-    return jnp.where(views_lib.span_mask(views, span), logp_N.reshape(K, U), 0.0)
+    return jnp.where(views_lib.span_mask(views, U), logp_N.reshape(K, U), 0.0)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature", "chunk"))

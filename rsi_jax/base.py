@@ -97,6 +97,7 @@ class Rollout(flax.struct.PyTreeNode):
       chain_B    int32    rollouts with the same id are one chain (self-summaries); [0, B).
     Added by stages (None until computed):
       ref_logp_BT  float32 log-prob of the sampled tokens under the reference policy; 0 off-mask.
+      policy_logp_BT float32 the same under the trainer's own forward at the weights that sampled; 0 off-mask.
       value_BT     float32 critic before each sampled token; 0 off-mask.
       end_value_B  float32 critic after the last token, for rollouts that ran out of tokens.
       collision_BT float32 Σ_v π(v)² of the policy at each sampled token, in (0, 1]; 0 off-mask.
@@ -121,6 +122,7 @@ class Rollout(flax.struct.PyTreeNode):
     weight_B: jax.Array
     chain_B: jax.Array
     ref_logp_BT: jax.Array | None = None
+    policy_logp_BT: jax.Array | None = None
     value_BT: jax.Array | None = None
     end_value_B: jax.Array | None = None
     collision_BT: jax.Array | None = None

@@ -90,6 +90,8 @@ def test_every_hint_writer_is_a_choice(kind):
         ("rl.micro_batch", 7, "rl.micro_batch=7 does not divide"),
         ("rl.overlong_buffer", 5, "rl.overlong_buffer=5 needs rl.overlong_length"),
         ("rl.surrogate", "pop", "rl.surrogate='pop' is none of"),
+        ("rl.correction", "icepop", "rl.correction='icepop' is none of 'none', 'truncate', 'mask'"),
+        ("rl.correction_high", 0.5, "correction_low <= 1 <= correction_high, got 0.0 and 0.5"),
         ("credit.name", "grop", "did you mean 'grpo'"),
     ],
 )

@@ -1,7 +1,8 @@
-"""Hand-computed credit of the families that read more than returns: recurring states, the hinted reading."""
+"""Hand-computed credit of the families that read more than returns: recurring states, a critic, the hinted reading."""
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests import builders
 from tests.builders import action, observation, prompt
@@ -30,6 +31,24 @@ def test_the_state_group_does_not_mind_one_that_does_not_count():
     rollout = builders.with_anchors(builders.rollout(rows), [[-1, 3]] * 3)
     got = np.asarray(of(rollout, "gigpo", inner=DR_GRPO).adv_BT)
     np.testing.assert_allclose(got[:, 1], [1.0, -1.0, 0.0], atol=1e-6)
+
+
+# --- a critic per turn -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [(0.5, 0.75, 0.25), (0.5, 0.25), (0.5,)])
+def test_T52_differences_of_values_telescope_for_any_segmentation(values):
+    """One step with γ = 1, λ = 0: A_k = V_k+1 - V_k and V after the end is the return; only a first token is read."""
+    turns = [span for _ in values for span in (action(2), observation(1))][:-2]
+    rollout = builders.rollout(
+        [[prompt(1), *turns, action(2, 1.0, discount=0.0)]], value=[[x for v in values for x in (v, 9.0)]]
+    )
+    adv_T = np.asarray(of(rollout, "turn_gae", discount=1.0, lambda_=0.0).adv_BT)[0]
+    got = adv_T[1::3]
+    np.testing.assert_allclose(got, np.diff([*values, 1.0]), atol=1e-6)
+    np.testing.assert_allclose(got.sum(), 1.0 - values[0], atol=1e-6)
+    if len(values) == 3:
+        np.testing.assert_allclose(got, [0.25, -0.5, 0.75], atol=1e-6)
 
 
 # --- the hinted reading ----------------------------------------------------------------------------------------------

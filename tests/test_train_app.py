@@ -15,6 +15,7 @@ import pytest
 from configs import default
 from experiments import cli
 from rsi_jax import base, report, sharding, store, train
+from rsi_jax.report import curves
 from rsi_jax.train import evaluate, loop, present, rl, samples, setup
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -299,6 +300,26 @@ def tiny(folder: pathlib.Path):
     return config
 
 
+DIAGNOSTICS = """
+    credit/frac_zero_adv credit/zero_variance_groups credit/singleton_groups credit/std_floor_groups credit/masked_rows
+    credit/hint_coverage clip_fraction clip_fraction_high ratio_p01 ratio_p50 ratio_p99 ratio_max ess approx_kl entropy
+    entropy_top feedback/delta response_tokens rollout_tokens kept_mass
+"""
+
+
+def assert_diagnosed(lines):
+    """Every RL step logs what a run is judged by, and every metric stands in a panel that says what it is about."""
+    for line in lines:
+        assert all(np.isfinite(line[name]) for name in DIAGNOSTICS.split())
+        assert line["ratio_p01"] <= line["ratio_p50"] <= line["ratio_p99"] <= line["ratio_max"] * (1 + 1e-6)
+        assert line["entropy_top"] >= line["entropy"] > 0 and line["kept_mass"] == 1
+        assert 1 <= line["response_tokens"] <= line["rollout_tokens"]
+        assert "feedback/located_precision" in line or not line["feedback/located"]
+    assert any("feedback/located_precision" in line for line in lines)
+    titles = [title for title, _ in curves.panels(curves.from_lines(lines))]
+    assert curves.OTHER not in titles
+
+
 def test_a_tiny_run_is_stopped_and_continued(tmp_path, monkeypatch):
     config = tiny(tmp_path)
     one_device = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
@@ -340,6 +361,7 @@ def test_a_tiny_run_is_stopped_and_continued(tmp_path, monkeypatch):
     heard = [line for line in lines if line.get("feedback/located")]
     names = ("feedback/teacher_right", "feedback/student_right")
     assert heard and all(0 <= line[name] <= 1 for line in heard for name in names)
+    assert_diagnosed([line for line in lines if line["stage"] == "rl"])
     archive = store.Archive(folder / "rollouts")
     assert archive.steps() == [3, 5] and archive.read(["tokens_BT"], 5)["tokens_BT"].shape[0] == 3
     assert archive.transcripts(3)[0]["turns"][0]["text"] is not None

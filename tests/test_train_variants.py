@@ -34,6 +34,14 @@ def test_a_variant_trains_by_its_name_alone(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", losses.CORRECTIONS)
+def test_a_correction_trains_by_its_name_and_finds_the_sampler_to_be_the_trainer(how, tmp_path, monkeypatch):
+    lines = trained(tmp_path, monkeypatch, **{"rl.correction": how, "rl.epochs": 2, "rl.updates": 2})
+    assert len(lines) == 2 and all(("correction/ess" in line) == (how != "none") for line in lines)
+    assert all(abs(line.get("correction/ess", 1) - 1) < 1e-5 for line in lines)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", losses.SURROGATES)
 def test_a_surrogate_trains_over_several_updates_per_batch(name, tmp_path, monkeypatch):
     fields = {"rl.surrogate": name, "rl.epochs": 2, "credit.name": "locator_penalty", "rl.updates": 2}

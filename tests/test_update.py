@@ -205,6 +205,24 @@ def test_what_is_not_finite_is_named(name):
             loop.check_finite(fine | {name: value}, state, "lm", 7)
 
 
+def test_the_update_logs_the_least_certain_fifth_and_what_the_teacher_thinks_of_the_spans():
+    rollout, credit = draw(5)
+    _, metrics = step(state_of(), rollout, credit)
+    entropy = np.asarray(annotate.score_rollout(PARAMS, rollout, config=CONFIG)[1])[np.asarray(rollout.mask_BT)]
+    assert abs(metrics["entropy"] - entropy.mean()) < 1e-5
+    fifth = np.sort(entropy)[::-1] * np.clip(0.2 * entropy.size - np.arange(entropy.size), 0, 1)
+    assert abs(metrics["entropy_top"] - fifth.sum() / (0.2 * entropy.size)) < 0.0125  # half the width of a bin
+    assert metrics["entropy_top"] > metrics["entropy"] + 0.05
+    assert all(abs(metrics[f"ratio_p{q}"] - 1) < 1e-5 for q in ("01", "50", "99"))
+    bound = {"config": CONFIG, "columns": ("view_logp_KU",), "teacher": OTHER, "span": U}
+    scored, views, deltas = annotate.annotate(PARAMS, rollout, **bound), rollout.views, []
+    for k in np.flatnonzero(np.asarray(credit.view_weight_K)):
+        n = min(int(views.span_length_K[k]), U)
+        places = int(views.span_start_K[k]) + np.arange(n)
+        deltas.append(scored.view_logp_KU[k, :n] - rollout.logp_BT[views.rollout_K[k], places])
+    np.testing.assert_allclose(metrics["feedback/delta"], np.mean(np.concatenate(deltas)), rtol=1e-4)
+
+
 # --- minibatches -----------------------------------------------------------------------------------------------------
 
 

@@ -60,7 +60,7 @@ def gigpo(
     met = masked.count(known_N)
     again = masked.count(known_N & (masked.group_size(togo_N, *places) > 1))
     shares = {"recurring": again / jnp.maximum(met, 1.0), "step_signal": masked.count(signal_N) / jnp.maximum(met, 1.0)}
-    metrics = {**credit.metrics, **rewards.report(rollout, adv_BT), **shares}
+    metrics = {**credit.metrics, "frac_zero_adv": rewards.frac_zero_adv(rollout, adv_BT), **shares}
     return credit.replace(adv_BT=adv_BT, metrics=metrics)
 
 

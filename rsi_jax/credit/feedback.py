@@ -153,7 +153,8 @@ def locator_penalty(
     used_K = _used(rollout, views, failed_only, success_return)
     located_BT = rollout.mask_BT & _covered(rollout, views, used_K)
     adv_BT = jax.lax.stop_gradient(credit.adv_BT - jnp.where(located_BT, penalty, 0.0).astype(jnp.float32))
-    metrics = {**credit.metrics, **rewards.report(rollout, adv_BT), **_view_metrics(rollout, views, used_K)}
+    metrics = {**credit.metrics, **_view_metrics(rollout, views, used_K)}
+    metrics["frac_zero_adv"] = rewards.frac_zero_adv(rollout, adv_BT)
     metrics["penalised_tokens"] = masked.count(located_BT)
     return credit.replace(adv_BT=adv_BT, metrics=metrics)
 
@@ -206,13 +207,15 @@ def _covered(rollout: base.Rollout, views: base.Views, used_K: jax.Array) -> jax
 
 
 def _view_metrics(rollout: base.Rollout, views: base.Views, used_K: jax.Array) -> dict[str, jax.Array]:
-    """Counts views: given, used, gated (given but not used), and the share of trained rollouts with a used view."""
-    B = rollout.tokens_BT.shape[0]
+    """Counts views: given, used, gated (given but not used); the share of trained rollouts with a used view
+    (frac_hinted), and that of trained tokens in a used span (hint_coverage)."""
+    B, trained_B = rollout.tokens_BT.shape[0], rollout.weight_B > 0
     present_K = _present(views)
     hinted_B = jnp.zeros(B, bool).at[views.rollout_K].max(used_K, mode="drop")
     return {
         "views": masked.count(present_K),
         "views_used": masked.count(used_K),
         "views_gated": masked.count(present_K & ~used_K),
-        "frac_hinted": masked.mean(hinted_B, rollout.weight_B > 0),
+        "frac_hinted": masked.mean(hinted_B, trained_B),
+        "hint_coverage": masked.mean(_covered(rollout, views, used_K), rollout.mask_BT & trained_B[:, None]),
     }

@@ -73,7 +73,8 @@ def grpo(rollout: base.Rollout, *, scale: str = "std", std_floor: float = 1e-6, 
         raise base.InputError(f"credit.grpo.per is 'rollout' or 'turn', got '{per}'")
     knobs = {"scale": scale, "floor": std_floor}
     if per == "rollout":
-        return _credit(rollout, rewards.relative(rollout.return_B, rollout.group_B, rollout.weight_B, **knobs))
+        adv_B = rewards.relative(rollout.return_B, rollout.group_B, rollout.weight_B, **knobs)
+        return _credit(rollout, adv_B, std_floor=std_floor if scale == "std" else 0.0)
     used_BS = rewards.counted_turns(rollout).used_S
     columns = [jnp.broadcast_to(x[:, None], used_BS.shape) for x in (rollout.return_B, rollout.group_B)]
     weight_BS = jnp.where(used_BS, rollout.weight_B[:, None], 0.0)
@@ -271,6 +272,6 @@ def _centred(rollout: base.Rollout) -> jax.Array:
     return rewards.relative(rollout.return_B, rollout.group_B, rollout.weight_B, scale="none", floor=1.0)
 
 
-def _credit(rollout: base.Rollout, adv_B: jax.Array) -> base.Credit:
+def _credit(rollout: base.Rollout, adv_B: jax.Array, *, std_floor: float = 0.0) -> base.Credit:
     adv_BT = rewards.to_tokens(rollout, adv_B)
-    return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT))
+    return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT, std_floor=std_floor))

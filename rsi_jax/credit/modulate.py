@@ -224,6 +224,11 @@ def _inner_and_delta(rollout: base.Rollout, inner: base.CreditFn) -> tuple[base.
 
 def _credit(rollout, credit: base.Credit, adv_BT, delta_BT, known_BT) -> base.Credit:
     adv_BT = jax.lax.stop_gradient(masked.zero(adv_BT, rollout.mask_BT).astype(jnp.float32))
-    delta = {"delta": masked.mean(delta_BT, known_BT), "delta_tokens": masked.count(known_BT)}
-    metrics = {**credit.metrics, **rewards.report(rollout, adv_BT), **delta}
+    metrics = {
+        **credit.metrics,
+        "frac_zero_adv": rewards.frac_zero_adv(rollout, adv_BT),
+        "delta": masked.mean(delta_BT, known_BT),
+        "delta_tokens": masked.count(known_BT),
+        "hint_coverage": masked.mean(known_BT, rollout.mask_BT & (rollout.weight_B > 0)[:, None]),
+    }
     return credit.replace(adv_BT=adv_BT, metrics=metrics)

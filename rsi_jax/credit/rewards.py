@@ -152,23 +152,37 @@ def check_scale(name: str, scale: str, floor: float) -> None:
         raise base.InputError(f"credit.{name}.std_floor must be > 0, got {floor}")
 
 
-def report(rollout: base.Rollout, adv_BT: jax.Array) -> dict[str, jax.Array]:
+def frac_zero_adv(rollout: base.Rollout, adv_BT: jax.Array) -> jax.Array:
+    """Share of the trained tokens with advantage 0; a variant that changes another's advantages says it again."""
+    return masked.mean(adv_BT == 0, rollout.mask_BT & (rollout.weight_B > 0)[:, None])
+
+
+def report(rollout: base.Rollout, adv_BT: jax.Array, *, std_floor: float = 0.0) -> dict[str, jax.Array]:
     """Counts what taught nothing; every credit function logs these.
+
+    Args:
+      rollout, adv_BT: the advantages made from the rollout.
+      std_floor: what the variant adds to the std of a group's returns before it divides by it; 0 = it does not divide.
 
     Returns:
       frac_zero_adv         share of the trained tokens with advantage 0 (1 = this step learns nothing: warn)
       groups                groups with a counted rollout
       zero_variance_groups  of these, with two rollouts or more whose returns agree to 1e-6
       singleton_groups      of these, with one rollout only: group baselines give it 0
+      std_floor_groups      of these, with returns that differ and a std at or below std_floor: the floor scales them
       nonfinite_rewards     trained rollouts whose return is NaN or infinite: excluded
+      masked_rows           share of the rollouts with weight 0: in no loss and no baseline
     """
     trained_B, counts_B = rollout.weight_B > 0, counted_B(rollout)
     size_B = masked.group_size(rollout.return_B, rollout.group_B, rollout.weight_B)
     agree_B = masked.group_spread(rollout.return_B, rollout.group_B, rollout.weight_B) <= masked.SPREAD
+    std_B = masked.group_std(rollout.return_B, rollout.group_B, rollout.weight_B)
     return {
-        "frac_zero_adv": masked.mean(adv_BT == 0, rollout.mask_BT & trained_B[:, None]),
+        "frac_zero_adv": frac_zero_adv(rollout, adv_BT),
         "groups": masked.count_groups(counts_B, rollout.group_B),
         "zero_variance_groups": masked.count_groups(counts_B & agree_B & (size_B > 1), rollout.group_B),
         "singleton_groups": masked.count_groups(counts_B & (size_B == 1), rollout.group_B),
+        "std_floor_groups": masked.count_groups(counts_B & ~agree_B & (std_B <= std_floor), rollout.group_B),
         "nonfinite_rewards": masked.count(trained_B & ~counts_B),
+        "masked_rows": jnp.mean(~trained_B),
     }

@@ -9,10 +9,11 @@ padding then sum to the same number. Metrics are sums for the same reason; `summ
     loss += coef * weighted_sum(kl_penalty_BT(logp_BT, ref_logp_BT, mask_BT), mask_BT, weight_BT)
     metrics = summarise(sums)                                                            # once, of the stacked sums
 
-To weight tokens further (`importance_weights`), multiply weight_BT.
+To weight tokens further (`correction_weights`), multiply weight_BT.
 """
 
 from rsi_jax.losses.aggregate import AGGREGATIONS, aggregate_weights, weighted_sum
+from rsi_jax.losses.correction import CORRECTIONS, check_correction, correction_weights
 from rsi_jax.losses.critic import value_loss
 from rsi_jax.losses.kl import KL_ESTIMATORS, kl_in_reward, kl_penalty_BT
 from rsi_jax.losses.policy import (
@@ -25,28 +26,36 @@ from rsi_jax.losses.policy import (
     policy_loss,
     summarise,
 )
+from rsi_jax.losses.spread import ENTROPY, histogram, quantile, top_mean
 from rsi_jax.losses.surrogates import cispo, dppo, dro, gmpo, ppo_clip, sapo
 
 __all__ = [
     "AGGREGATIONS",
+    "CORRECTIONS",
+    "ENTROPY",
     "KL_ESTIMATORS",
     "LOG_RATIO_MAX",
     "RATIO_LEVELS",
     "SURROGATES",
     "aggregate_weights",
+    "check_correction",
     "cispo",
+    "correction_weights",
     "dppo",
     "dro",
     "entropy_bonus",
     "gmpo",
+    "histogram",
     "importance_weights",
     "kl_in_reward",
     "kl_penalty_BT",
     "log_ratio",
     "policy_loss",
     "ppo_clip",
+    "quantile",
     "sapo",
     "summarise",
+    "top_mean",
     "value_loss",
     "weighted_sum",
 ]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rsi_jax import base, masked
-from rsi_jax.losses import aggregate, surrogates
+from rsi_jax.losses import aggregate, spread, surrogates
 
 LOG_RATIO_MAX = 20.0
 RATIO_LEVELS = ("token", "sequence", "product")
@@ -138,6 +138,7 @@ def _off_policy_sums(log_ratio_BT: jax.Array, clipped_BT: jax.Array, mask_BT: ja
         "ratio_sum": masked.sum(ratio_BT, mask_BT),
         "ratio_square_sum": masked.sum(jnp.square(ratio_BT), mask_BT),
         "ratio_max": jnp.max(masked.zero(ratio_BT, mask_BT)),
+        "log_ratio_histogram": spread.histogram(log_ratio_BT, mask_BT, *spread.LOG_RATIO),
     }
 
 
@@ -149,13 +150,18 @@ def summarise(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
     Returns: over the trained tokens,
       tokens              how many
-      clip_fraction       share whose gradient was cut (ppo, gspo) or weight bounded (cispo)
+      clip_fraction       share whose gradient was cut (ppo, gspo) or weight bounded (cispo); a ratio beyond a bound
+                          counts only where the sign of the advantage makes that bound bind
       clip_fraction_high  the part of it above the upper bounds
       approx_kl           mean of r - 1 - log r, nats: estimates KL(sampler || policy), >= 0
       ratio_mean, ratio_max
+      ratio_p01, ratio_p50, ratio_p99  quantiles, to 1% of their value within [0.08, 13] (see `spread`)
       ess                 (Σ r)² / (n Σ r²), in (0, 1]: effective share of the samples; 1 on-policy, 0 of nothing
     """
+    sums = dict(sums)
+    spread_2N = jnp.sum(sums.pop("log_ratio_histogram").reshape(-1, 2, spread.BINS), axis=0)
     total = {name: jnp.max(x) if name == "ratio_max" else jnp.sum(x) for name, x in sums.items()}
+    quantiles = {f"ratio_p{q:02}": jnp.exp(spread.quantile(spread_2N, q / 100)) for q in (1, 50, 99)}
     per_token = aggregate.reciprocal(total["tokens"])
     return {
         "tokens": total["tokens"],
@@ -164,6 +170,7 @@ def summarise(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         "approx_kl": total["kl_sum"] * per_token,
         "ratio_mean": total["ratio_sum"] * per_token,
         "ratio_max": total["ratio_max"],
+        **{name: jnp.where(total["tokens"] > 0, x, 0.0) for name, x in quantiles.items()},
         "ess": total["ratio_sum"] * per_token * total["ratio_sum"] * aggregate.reciprocal(total["ratio_square_sum"]),
     }
 

@@ -21,7 +21,7 @@ from rsi_jax import rollout as rollout_lib
 from rsi_jax.credit import rewards
 from rsi_jax.feedback import schedule, teacher, views
 from rsi_jax.model import transformer
-from rsi_jax.train import evaluate, lm, loop, samples, setup, update, writer
+from rsi_jax.train import diagnostics, evaluate, lm, loop, samples, setup, update, writer
 
 PHASES = ("generate", "feedback", "annotate", "train")  # what counts as the wall time of the method
 
@@ -145,6 +145,8 @@ class Trainer:
         columns = [name for name in self.needs if name != "views"]
         if state.ref is not None:
             columns.append("ref_logp_BT")
+        if self.objective.correction != "none":
+            columns.append("policy_logp_BT")
         if not columns:
             return rollout
         self.run.ledger.add(scored=int(np.sum(rollout.length_B)) * len(columns))
@@ -219,6 +221,7 @@ class Trainer:
         self.run.ledger.add(hint=views.extra_tokens(base.given(rollout.views, "views")))
         self.run.ledger.drop("located turns beyond feedback.per_rollout", int(counts["feedback/left_out"]))
         self.run.ledger.drop("located turns with an empty hint", int(counts["feedback/empty_hints"]))
+        counts |= diagnostics.located(transcripts, [finding for finding, _ in written])
         if written and f.watch_turns and "right" in transcripts[0].turns[0].info:
             some = written[:: max(1, len(written) // f.watch_turns)][: f.watch_turns]
             findings, texts = [finding for finding, _ in some], [text for _, text in some]
@@ -242,6 +245,7 @@ class Trainer:
         scalars |= {f"train/{name}": value for name, value in self.summary(transcripts).items()}
         scalars["reward"] = float(np.mean([transcript.score for transcript in transcripts]))
         scalars["tokens"] = float(np.sum(rollout.mask_BT))
+        scalars |= diagnostics.sampled(rollout, transcripts)
         written = []
         if "views" in self.needs:
             with ledger.phase("feedback"):

@@ -147,6 +147,8 @@ def check(config) -> None:
         ("rl.aggregation", losses.AGGREGATIONS),
         ("rl.kl_estimator", losses.KL_ESTIMATORS),
         ("rl.ratio_level", ("", *losses.RATIO_LEVELS)),
+        ("rl.correction", losses.CORRECTIONS),
+        ("rl.correction_level", losses.RATIO_LEVELS),
         ("rl.schedule", optim.SCHEDULES),
         ("lm.schedule", optim.SCHEDULES),
         ("lm.optimizer", optim.NAMES),
@@ -158,6 +160,9 @@ def check(config) -> None:
         value = config[group][name]
         mend = base.did_you_mean(value, names)
         _need(value in names, f"{path}={value!r} is none of {', '.join(map(repr, names))}{mend}")
+    losses.check_correction(
+        config.rl.correction, config.rl.correction_level, config.rl.correction_low, config.rl.correction_high
+    )
     bind_credit(config.credit)
     if config.credit.name in config.credit:
         knobs = config.credit[config.credit.name]

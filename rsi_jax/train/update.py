@@ -16,6 +16,8 @@ from rsi_jax.kernels import divergence as divergence_op
 from rsi_jax.kernels import token_logprob
 from rsi_jax.model import transformer
 
+TOP = 0.2  # share of the trained tokens, the least certain ones, whose mean entropy is logged beside that of all
+
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
@@ -25,6 +27,8 @@ class Objective:
     about 50 times larger than the policy gradient and would silence it under one common clip.
     feedback_schedule: knobs of feedback.schedule.scale, whose factor multiplies the feedback gradient after its clip
     (before it, the clip would undo the factor).
+    correction, correction_level, correction_low, correction_high: the knobs of losses.correction_weights. They multiply
+    every outcome term of a token (policy, KL, entropy, critic); 'none' = the batch as it was sampled.
     span: scored tokens of a view at most (U). micro_batch: rollouts per forward, 0 = all at once.
     """
 
@@ -38,6 +42,10 @@ class Objective:
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
     dro_beta: float = 0.05
+    correction: str = "none"
+    correction_level: str = "token"
+    correction_low: float = 0.0
+    correction_high: float = 2.0
     kl_coef: float = 0.0
     kl_estimator: str = "k3+"
     entropy_coef: float = 0.0
@@ -67,6 +75,27 @@ def token_weights(rollout: base.Rollout, objective: Objective) -> jax.Array:
     )
 
 
+def correct(rollout: base.Rollout, weight_BT: jax.Array, o: Objective):
+    """Weighs the tokens by trainer over sampler, and takes the ratio from the trainer on: (rollout, weights, metrics).
+
+    Raises: ValueError at trace time without policy_logp_BT.
+    """
+    if o.correction == "none":
+        return rollout, weight_BT, {}
+    policy_logp_BT = base.given(rollout.policy_logp_BT, "policy_logp_BT")
+    factor_BT, found = losses.correction_weights(
+        policy_logp_BT,
+        rollout.logp_BT,
+        rollout.mask_BT & (weight_BT > 0),
+        how=o.correction,
+        level=o.correction_level,
+        low=o.correction_low,
+        high=o.correction_high,
+    )
+    metrics = {f"correction/{name}": x for name, x in found.items()}
+    return rollout.replace(logp_BT=policy_logp_BT), weight_BT * factor_BT, metrics
+
+
 def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base.Credit, weight_BT, o: Objective):
     """The policy loss on the credit's advantages, with KL, entropy and critic terms: (loss, sums to log)."""
     mask_BT = rollout.mask_BT
@@ -88,7 +117,11 @@ def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base
         sapo_tau_neg=o.sapo_tau_neg,
         dro_beta=o.dro_beta,
     )
-    sums = {"policy_loss": loss, "entropy": losses.weighted_sum(entropy_BT, mask_BT, weight_BT)}
+    sums = {
+        "policy_loss": loss,
+        "entropy": losses.weighted_sum(entropy_BT, mask_BT, weight_BT),
+        "entropy_histogram": losses.histogram(entropy_BT, mask_BT & (weight_BT > 0), *losses.ENTROPY),
+    }
     if o.entropy_coef:
         loss += losses.entropy_bonus(entropy_BT, mask_BT, weight_BT, coef=o.entropy_coef)
     if o.kl_coef:
@@ -136,7 +169,29 @@ def feedback_loss(params, teacher, config, hidden_BTD, rollout: base.Rollout, cr
     used_K = weight_K != 0
     value_K = jnp.sum(jnp.where(mask_KU, value_KU, 0.0), axis=1) / jnp.maximum(1, jnp.sum(mask_KU, axis=1))
     loss = jnp.sum(jnp.where(used_K, weight_K * jnp.where(used_K, value_K, 0.0), 0.0))
-    return loss, {"divergence": jnp.sum(jnp.where(used_K, value_K, 0.0)), "views": jnp.sum(used_K)}
+    scored_KU = mask_KU & used_K[:, None]
+    sums = {"divergence": jnp.sum(jnp.where(used_K, value_K, 0.0)), "views": jnp.sum(used_K)}
+    sums |= _delta_sums(teacher_params, config, teacher_KUD, rollout, scored_KU, o)
+    return loss, sums
+
+
+def _delta_sums(teacher, config, teacher_KUD, rollout: base.Rollout, scored_KU, o: Objective) -> dict[str, jax.Array]:
+    """Sums log T(y) - log S(y) over the scored tokens, S as when it sampled them, both over the whole vocabulary."""
+    logp_KU = annotate.span_logp(teacher, config, teacher_KUD, rollout, temperature=o.temperature, chunk=o.chunk)
+    own_BT = rollout.logp_BT + jnp.log(rollout.kept_mass_BT)
+    own_KU = views_lib.span_tokens(own_BT, base.given(rollout.views, "views"), o.span)
+    delta = jnp.sum(jnp.where(scored_KU, logp_KU - own_KU, 0.0))
+    return {"delta": jax.lax.stop_gradient(delta), "delta_tokens": jnp.sum(scored_KU)}
+
+
+def _feedback_metrics(sums) -> dict[str, jax.Array]:
+    """Finishes the sums of `feedback_loss`: means over the views (divergence) and over their tokens (delta)."""
+    return {
+        "feedback_loss": sums["feedback_loss"],
+        "divergence": sums["divergence"] / jnp.maximum(1, sums["views"]),
+        "views": sums["views"],
+        "feedback/delta": sums["delta"] / jnp.maximum(1, sums["delta_tokens"]),
+    }
 
 
 def _span_importance(params, config, student_KUD, rollout: base.Rollout, o: Objective, bound: float) -> jax.Array:
@@ -193,10 +248,11 @@ def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credi
         view_sums = found[1][1] | {"feedback_loss": found[1][0]} if hinted else {}
         return grads, (*found[0][1], view_sums)
 
-    whole = (rollout, credit, token_weights(rollout, o))
+    rollout, weight_BT, corrected = correct(rollout, token_weights(rollout, o), o)
+    whole = (rollout, credit, weight_BT)
     if count == 1:
         grads, (sums, ratios, row_B, view_sums) = one(whole)
-        return grads, sums, ratios, row_B, view_sums
+        return grads, sums | corrected, ratios, row_B, view_sums
     micros = _micro_batches(whole, B, count)
     if hinted:
         views = micros[0].views
@@ -209,7 +265,7 @@ def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credi
 
     grads, (sums, ratios, row_B, view_sums) = jax.lax.scan(step, zero, micros)
     sums, view_sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, view_sums))
-    return grads, sums, ratios, row_B.T.reshape(-1), view_sums
+    return grads, sums | corrected, ratios, row_B.T.reshape(-1), view_sums
 
 
 def _dot(a, b):
@@ -231,7 +287,10 @@ def make_update(
             state.params, state.teacher, config, rollout, credit, objective
         )
         total, outcome_norm = optim.clip(grads[0], objective.outcome_clip)
-        metrics = dict(sums) | losses.summarise(ratios) | {"grad_norm/outcome": outcome_norm}
+        entropy_top = losses.top_mean(sums.pop("entropy_histogram"), TOP)
+        metrics = (
+            dict(sums) | losses.summarise(ratios) | {"entropy_top": entropy_top, "grad_norm/outcome": outcome_norm}
+        )
         if len(grads) == 2:
             clipped, norm = optim.clip(grads[1], objective.feedback_clip)
             share = schedule.scale(state.aux, state.step, **dict(objective.feedback_schedule))
@@ -239,11 +298,8 @@ def make_update(
             metrics |= {
                 "grad_norm/feedback": norm,
                 "grad_cosine": dot / jnp.maximum(norm * outcome_norm, 1e-12),
-                "feedback_loss": view_sums["feedback_loss"],
-                "divergence": view_sums["divergence"] / jnp.maximum(1, view_sums["views"]),
-                "views": view_sums["views"],
                 "feedback/scale": share,
-            }
+            } | _feedback_metrics(view_sums)
             total = jax.tree.map(lambda x, y: x + share * y, total, clipped)
         changes, opt = optimizer.update(total, state.opt, state.params)
         moved = optax.tree.norm(total) != 0  # NaN moves too, and is found by the loop
