@@ -18,20 +18,31 @@ def jitted(name, **knobs):
     return jax.jit(functools.partial(credit.find(name)[0], **knobs))
 
 
-def padded(x, *shape):
-    return np.pad(x, [(0, n - m) for n, m in zip(shape, np.shape(x), strict=True)])
+CAPACITY = {"B": (24,), "BT": (24, 32), "BS": (24, 8), "BTM": (24, 32, 4), "K": (6,), "KN": (6, 2), "KU": (6, 4)}
+
+
+def widened(columns):
+    """A rollout, its segments or its views with each column padded to the capacity of its letters."""
+    wide = {}
+    for name, x in vars(columns).items():
+        if isinstance(x, jax.Array | np.ndarray):
+            shape = CAPACITY[name.rsplit("_", 1)[1]]
+            wide[name] = np.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
+    return columns.replace(**wide)
 
 
 def of(rollout, name, **knobs):
-    """Credit of the named variant: of the rollout padded with rows of weight 0 to one shape, so each compiles once."""
+    """Credit of the named variant: of the rollout padded with rows of weight 0 to one shape, so each compiles once.
+
+    Where a rollout has no critic, it has one that says 0.
+    """
     B, T = rollout.tokens_BT.shape
-    views, segments = rollout.views, jax.tree.map(lambda x: padded(x, 24, 8), rollout.segments)
-    value_BT = np.zeros((B, T), np.float32) if rollout.value_BT is None else rollout.value_BT
-    wide = rollout.replace(views=None, segments=None, value_BT=value_BT)
-    wide = jax.tree.map(lambda x: padded(x, *(24, 32)[: np.ndim(x)]), wide).replace(segments=segments)
-    if views is not None:
-        views = jax.tree.map(lambda x: padded(x, *(6, 2)[: np.ndim(x)]), views)
-    found = jitted(name, **knobs)(wide.replace(views=views))
+    critic = {"value_BT": np.zeros((B, T), np.float32), "end_value_B": np.zeros(B, np.float32)}
+    wide = rollout.replace(**{column: x for column, x in critic.items() if getattr(rollout, column) is None})
+    wide = widened(wide).replace(segments=widened(rollout.segments))
+    if rollout.views is not None:
+        wide = wide.replace(views=widened(rollout.views))
+    found = jitted(name, **knobs)(wide)
     assert not np.asarray(found.adv_BT)[B:].any() and not np.asarray(found.adv_BT)[:, T:].any()
     cut = {key: x[:B, :T] for key in ("adv_BT", "value_target_BT") if (x := getattr(found, key)) is not None}
     if found.view_weight_K is not None:
@@ -220,10 +231,11 @@ def test_T23_only_running_out_of_tokens_bootstraps(name):
     ends = [(base.LENGTH, 1.0), (base.STOP, 1.0), (base.ENV, 0.0), (base.LENGTH, 0.0)]
     rows = [row(*end) for end in ends] + [[prompt(1), action(5, 1.0, finish=base.ENV, discount=0.0)]]
     values = [[0.1, 0.2, 0.3, 0.4]] * 4 + [[0.1, 0.2, 0.3, 0.4, 0.5]]
-    got = of(builders.rollout(rows, value=values), name, discount=0.9, lambda_=0.5)
+    ends_B = jnp.asarray([0.7, 9.0, 9.0, 9.0, 9.0])
+    got = of(builders.rollout(rows, value=values).replace(end_value_B=ends_B), name, discount=0.9, lambda_=0.5)
     start = 0.4 if name == "gae" else 0.3
     last_B = np.asarray(got.adv_BT)[:, 5]
-    np.testing.assert_allclose(last_B[0], 1 + 0.9 * 0.4 - start, atol=1e-6)
+    np.testing.assert_allclose(last_B[0], 1 + 0.9 * 0.7 - start, atol=1e-6)  # the critic after the last token
     np.testing.assert_allclose(last_B[1:4], 1 - start, atol=1e-6)  # stopped, ended, ended when it ran out
     assert got.metrics["bootstrapped"] == 1  # and the longest row of the batch is not truncated
 
@@ -339,7 +351,7 @@ def test_overlong_shaping_grows_over_the_buffer():
 
 
 def test_find_gives_functions_with_their_needs():
-    assert credit.find("turn_gae")[1] == ("value_BT",)
+    assert credit.find("turn_gae")[1] == ("value_BT", "end_value_B")
     assert credit.find("locator_penalty")[1] == ("views",)
     function, needs = credit.find("grpo")
     assert function is credit.group.grpo and needs == ()
@@ -368,8 +380,7 @@ def test_find_suggests_the_nearest_name(typo, meant):
     ],
 )
 def test_misuse_names_the_field(name, knobs, says):
-    rollout = builders.random_rollout(0)
-    rollout = rollout.replace(views=builders.random_views(0, rollout))
+    rollout = builders.complete(builders.random_rollout(0), 0)
     with pytest.raises(base.InputError, match=says):
         credit.find(name)[0](rollout, **knobs)
 
