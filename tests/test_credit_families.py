@@ -1,5 +1,3 @@
-"""Hand-computed credit of the families that read more than returns: recurring states, a critic, the hinted reading."""
-
 """Hand-computed credit from recurring states and from the hinted reading, distilled or modulating."""
 
 import jax.numpy as jnp
