@@ -188,6 +188,26 @@ def _credit():
     return c
 
 
+def _columns():
+    """How the columns are made that some credit variants read besides the sampled ones (rsi_jax/train/columns.py)."""
+    c = config_dict.ConfigDict()
+    c.continuations = (
+        9  # vineppo, spo: fresh continuations of each place, as published; the cost of a batch grows with it
+    )
+    c.every = 1  # vineppo: turns from one valued turn to the next
+    c.cut_interval = 5  # spo: improbable tokens of a segment
+    c.roots = 2  # tree_grpo: trees per group; the other rollouts fork from them
+    c.judge = ""  # prm, pbrs: 'module:function' of transcripts; '' = 0 where a locating rule fires, else 1
+    c.hindsight = "{shown}"  # hcapo: what is known of the end: the last messages {shown}, the last action {said}; "" = the control
+    c.hindsight_tokens = 48  # capacity of that hint; a longer one is an error, never cut
+    c.wrong_hints = 2  # rlcsd: the 'wrong' hint, then shuffled ones
+    c.outcome_rank = 8  # hca, cocoa: rank of the learned hindsight model
+    c.outcome_lr = 0.01
+    c.outcome_steps = 4  # steps of it per batch
+    c.anchor_similarity = 0.0  # gigpo: turns shown texts that agree to this share one state; 0 = the environment's own
+    return c
+
+
 def _feedback():
     c = config_dict.ConfigDict()
     c.rules = ("failed_tool_call", "malformed_call")  # functions of rsi_jax/feedback/locate.py, first match wins
@@ -271,6 +291,7 @@ def get_config():
         dict(b1=0.9, b2=0.95)
     )  # moments of AdamW, and of the parameters that Muon leaves to it
     c.credit = _credit()
+    c.columns = _columns()
     c.feedback = _feedback()
     c.evaluation = _evaluation()
     c.checkpoint = config_dict.ConfigDict(dict(every=20, keep=2))  # updates between saves; steps kept

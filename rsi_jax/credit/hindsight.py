@@ -128,8 +128,7 @@ def hca(rollout: base.Rollout, *, edges: tuple[float, ...] = EDGES, clip: float 
     """
     table = _outcome_turns(rollout, edges, clip, "hca")
     togo_BS = rewards.returns_to_go(table)
-    earned_BSM = togo_BS[..., None] * jax.nn.one_hot(rewards.outcome_classes(togo_BS, edges), len(edges) + 1)
-    return _counterfactual(rollout, earned_BSM, clip)
+    return _counterfactual(rollout, togo_BS[..., None] * rewards.return_classes(table, edges), clip)
 
 
 def cocoa(rollout: base.Rollout, *, edges: tuple[float, ...] = EDGES, clip: float = 0.0) -> base.Credit:
@@ -149,11 +148,8 @@ def cocoa(rollout: base.Rollout, *, edges: tuple[float, ...] = EDGES, clip: floa
     Differs: the contribution of the sampled action; the paper sums over all actions.
     """
     table = _outcome_turns(rollout, edges, clip, "cocoa")
-    reward_BSM = table.reward_S[..., None] * jax.nn.one_hot(
-        rewards.outcome_classes(table.reward_S, edges), len(edges) + 1
-    )
-    ahead = jax.vmap(lambda reward_BS: rewards.returns_to_go(table._replace(reward_S=reward_BS)), 2, 2)
-    return _counterfactual(rollout, ahead(reward_BSM), clip)
+    own_BSM = table.reward_S[..., None] * rewards.reward_classes(table, edges)
+    return _counterfactual(rollout, rewards.ahead(table, own_BSM), clip)
 
 
 def _outcome_turns(rollout: base.Rollout, edges: tuple[float, ...], clip: float, name: str) -> turns.Turns:

@@ -126,6 +126,34 @@ def outcome_classes(x: jax.Array, edges: tuple[float, ...]) -> jax.Array:
     return jnp.searchsorted(jnp.asarray(edges, jnp.float32), x, side="right")
 
 
+def return_classes(table: turns.Turns, edges: tuple[float, ...]) -> jax.Array:
+    """One-hot class of the return still to come at each turn [B, S, M]; 0 beyond the turns."""
+    onehot_BSM = jax.nn.one_hot(outcome_classes(returns_to_go(table), edges), len(edges) + 1)
+    return masked.zero(onehot_BSM, jnp.broadcast_to(table.used_S[..., None], onehot_BSM.shape))
+
+
+def reward_classes(table: turns.Turns, edges: tuple[float, ...]) -> jax.Array:
+    """One-hot class of each turn's own reward [B, S, M]; 0 beyond the turns."""
+    onehot_BSM = jax.nn.one_hot(outcome_classes(table.reward_S, edges), len(edges) + 1)
+    return masked.zero(onehot_BSM, jnp.broadcast_to(table.used_S[..., None], onehot_BSM.shape))
+
+
+def ahead(table: turns.Turns, x_BSM: jax.Array) -> jax.Array:
+    """Sums what each turn and those after it have, for every class."""
+    return jax.vmap(lambda x_BS: returns_to_go(table._replace(reward_S=x_BS)), 2, 2)(x_BSM)
+
+
+def hindsight_weights(rollout: base.Rollout, edges: tuple[float, ...], of: str) -> jax.Array:
+    """How often outcome class m came after each sampled token [B, T, M]: what a hindsight model learns from.
+
+    of: 'returns' (hca: 1 for the class of the return to come) | 'rewards' (cocoa: how many turns ahead paid it).
+    """
+    table = counted_turns(rollout)
+    count_BSM = return_classes(table, edges) if of == "returns" else ahead(table, reward_classes(table, edges))
+    count_BTM = jax.vmap(turns.to_tokens)(count_BSM, rollout.turn_BT)
+    return masked.zero(count_BTM, jnp.broadcast_to(counted_BT(rollout)[..., None], count_BTM.shape))
+
+
 def turns_to_tokens(rollout: base.Rollout, adv_BS: jax.Array) -> jax.Array:
     """Gives every sampled token of a counted rollout the advantage of its turn; 0 elsewhere; no gradient."""
     adv_BT = jax.vmap(turns.to_tokens)(adv_BS, rollout.turn_BT)

@@ -71,6 +71,51 @@ def build(
     return base.Views(branch=branch, **columns)
 
 
+def rehint(views: base.Views, hints: Sequence[Sequence[int]], *, field: str = "feedback.hint_tokens") -> base.Views:
+    """Gives the used views other hints, in order: the same spans, read with other words.
+
+    Raises: base.InputError when a hint or a branch does not fit.
+    """
+    used_K = np.flatnonzero(np.asarray(views.span_length_K) > 0)
+    capacity = views.hint_KN.shape[1]
+    hint_KN, length_K = np.zeros_like(np.asarray(views.hint_KN)), np.zeros_like(np.asarray(views.hint_length_K))
+    for k, ids in zip(used_K, hints, strict=True):
+        if len(ids) > capacity:
+            raise base.InputError(f"a hint has {len(ids)} tokens: raise {field}={capacity}")
+        hint_KN[k, : len(ids)], length_K[k] = ids, len(ids)
+    longest = int(np.max((length_K + views.span_start_K + views.span_length_K - views.insert_at_K)[used_K], initial=0))
+    if views.branch and longest > views.branch:
+        raise base.InputError(f"a branch has {longest} tokens: raise feedback.branch_tokens={views.branch}")
+    return views.replace(hint_KN=hint_KN, hint_length_K=length_K)
+
+
+def probe(
+    transcripts: Sequence[base.Transcript], answers: Sequence[Sequence[int]], *, per_rollout: int, capacity: int
+) -> base.Views:
+    """Views that ask, before every turn, for the row's answer instead of what was said: the answer is the hint.
+
+    A row without an answer has none. Read by `hint_states`; K = rollouts * per_rollout.
+    """
+    asked = [(b, t, ids) for b, ids in enumerate(answers) if ids for t in range(len(transcripts[b].turns))]
+    K = len(transcripts) * per_rollout
+    columns = {name: np.zeros(K, np.int32) for name in ("insert_at", "span_start", "span_length", "hint_length")}
+    hint_KN, weight_K = np.zeros((K, capacity), np.int32), np.zeros(K, np.float32)
+    for b, t, ids in asked:
+        k, start = b * per_rollout + t, transcripts[b].turns[t].start
+        columns["insert_at"][k] = columns["span_start"][k] = start
+        columns["span_length"][k], columns["hint_length"][k], weight_K[k] = 1, len(ids), 1.0
+        hint_KN[k, : len(ids)] = ids
+    named: dict[str, Any] = {f"{name}_K": array for name, array in columns.items()}
+    named |= dict(
+        rollout_K=np.repeat(np.arange(len(transcripts), dtype=np.int32), per_rollout),
+        hint_KN=hint_KN,
+        source_K=np.full(K, -1, np.int32),
+        weight_K=weight_K,
+        polarity_K=np.ones(K, np.float32),
+    )
+    return base.Views(branch=capacity + 1, **named)
+
+
 def reread(tokens_BT: jax.Array, views: base.Views) -> tuple[jax.Array, jax.Array]:
     """Makes the rows that the teacher reads: trunk[:insert_at], hint, trunk[insert_at : span end].
 
@@ -162,14 +207,8 @@ def teacher_states(params, config: transformer.Config, rollout: base.Rollout, sp
     """
     params, views = jax.lax.stop_gradient(params), base.given(rollout.views, "views")
     if views.branch:
-        rows_BR = pack(rollout.tokens_BT, rollout.length_B, views)
-        hidden_RTD = transformer.hidden_states(params, config, *rows_BR)
-        per = views.rollout_K.shape[0] // rollout.tokens_BT.shape[0]
-        branch_K = rollout.tokens_BT.shape[1] + views.branch * (jnp.arange(views.rollout_K.shape[0]) % per)
-        offset_KU = (views.hint_length_K + views.span_start_K - views.insert_at_K - 1)[:, None] + jnp.arange(span)
-        # An empty hint right at its span (offset -1): the last token of the trunk before it predicts.
-        at_KU = jnp.where(offset_KU < 0, views.insert_at_K[:, None] - 1, branch_K[:, None] + offset_KU)
-        states_KUD = _take(hidden_RTD, views.rollout_K, at_KU)
+        before_K = views.hint_length_K + views.span_start_K - views.insert_at_K - 1
+        states_KUD = _branch_states(params, config, rollout, before_K[:, None] + jnp.arange(span))
     else:
         tokens_KW, length_K = reread(rollout.tokens_BT, views)
         positions_KW = jnp.broadcast_to(jnp.arange(tokens_KW.shape[1]), tokens_KW.shape)
@@ -178,6 +217,25 @@ def teacher_states(params, config: transformer.Config, rollout: base.Rollout, sp
         first_K = views.span_start_K + views.hint_length_K - 1
         states_KUD = _take_span(hidden_RTD, jnp.arange(tokens_KW.shape[0]), first_K, span)
     return jax.lax.stop_gradient(states_KUD)
+
+
+def hint_states(params, config: transformer.Config, rollout: base.Rollout) -> jax.Array:
+    """The states that predict each token of the hints of packed views [K, N, D]; no gradient."""
+    shape = base.given(rollout.views, "views").hint_KN.shape
+    offset_KN = jnp.broadcast_to(jnp.arange(shape[1]) - 1, shape)
+    return jax.lax.stop_gradient(_branch_states(jax.lax.stop_gradient(params), config, rollout, offset_KN))
+
+
+def _branch_states(params, config: transformer.Config, rollout: base.Rollout, offset_KU: jax.Array) -> jax.Array:
+    """States at places of the branches, counted from their starts; -1 is the trunk's token before the branch."""
+    views = base.given(rollout.views, "views")
+    rows_BR = pack(rollout.tokens_BT, rollout.length_B, views)
+    hidden_RTD = transformer.hidden_states(params, config, *rows_BR)
+    per = views.rollout_K.shape[0] // rollout.tokens_BT.shape[0]
+    branch_K = rollout.tokens_BT.shape[1] + views.branch * (jnp.arange(views.rollout_K.shape[0]) % per)
+    # An empty hint right at its span (offset -1): the last token of the trunk before it predicts.
+    at_KU = jnp.where(offset_KU < 0, views.insert_at_K[:, None] - 1, branch_K[:, None] + offset_KU)
+    return _take(hidden_RTD, views.rollout_K, at_KU)
 
 
 def extra_tokens(views: base.Views) -> int:

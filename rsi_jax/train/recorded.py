@@ -144,6 +144,9 @@ def render(
     return rollout_lib.trim(rollout), [stream.transcript for stream in streams]
 
 
+SCORED = ("value_BT", "end_value_B", "collision_BT", "view_logp_KU", "view_kl_KU")  # what one forward makes
+
+
 def score(
     config, params, model, chat: Chat, rollout: base.Rollout, transcripts: list[base.Transcript]
 ) -> tuple[samples.Batch, np.ndarray]:
@@ -152,6 +155,10 @@ def score(
     The model is its own teacher and its own reference. Rows are read `rl.micro_batch` at a time (0: 8).
     """
     credit_fn, needs = setup.bind_credit(config.credit)
+    if beyond := [name for name in needs if name not in ("views", *SCORED)]:
+        raise base.InputError(
+            f"credit.name={config.credit.name!r} needs {', '.join(beyond)}, which cannot be made of recorded traces"
+        )
     turns = [turn for transcript in transcripts for turn in transcript.turns]
     longest = max(turn.start + turn.length - turn.insert_at for turn in turns)
     writing = setup.make_writing(config)

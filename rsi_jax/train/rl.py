@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsi_jax import annotate, base, feedback, losses, metrics, optim, sharding, store
+from rsi_jax import annotate, base, continuations, feedback, losses, metrics, optim, sharding, store
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.credit import rewards
 from rsi_jax.feedback import schedule, teacher, views
@@ -84,6 +84,7 @@ class Trainer:
         self.credit = jax.jit(self.credit_fn)
         self.text = evaluate.read_text(config.evaluation.perplexity_text)
         self.writing = setup.make_writing(config, policy_writer)
+        self.maker = setup.make_maker(config, parts, self.writing)
         self.objective = setup.make_objective(config)
         updates = config.rl.updates * config.rl.epochs * config.rl.minibatches
         rate = optim.learning_rate(config.rl.lr, updates=updates, warmup=config.rl.warmup, schedule=config.rl.schedule)
@@ -106,7 +107,7 @@ class Trainer:
             opt=self.optimizer.init(params),
             teacher=teacher.init(self.config.feedback.teacher, params) if hinted else None,
             ref=jax.tree.map(jnp.copy, params) if with_ref else None,
-            aux=schedule.init(),
+            aux=schedule.init() | self.maker.init(params, jax.random.key(self.config.seed)),
         )
 
     def start(self, params) -> base.TrainState:
@@ -116,33 +117,45 @@ class Trainer:
     def collect(self, state: base.TrainState, step: int):
         """Plays a batch; with dynamic sampling, groups without signal are played again, a bounded number of rounds."""
         key, batch, attempt = jax.random.fold_in(self.key, step), tasks(self.config, step), 0
-        rollout, transcripts = self._play(state.params, batch, jax.random.fold_in(key, attempt))
+        rollout, transcripts, scalars = self._play(state.params, batch, jax.random.fold_in(key, attempt))
         silent = _silent_groups(rollout)
         while silent and attempt < self.config.rl.dynamic_rounds:
             attempt += 1
             dull = [row for row, task in enumerate(batch) if task.group in silent]
             drawn = tasks(self.config, step, attempt)
             redo = [drawn[row] for row in dull]
-            again, texts = self._play(state.params, redo, jax.random.fold_in(key, attempt))
+            again, texts, _ = self._play(state.params, redo, jax.random.fold_in(key, attempt))
             rollout = _put_rows(rollout, again, np.array(dull))
             for row, text in zip(dull, texts, strict=True):
                 transcripts[row] = text
             silent = _silent_groups(rollout)
-        return rollout, transcripts, {"silent_groups": float(len(silent)), "dynamic_rounds": float(attempt)}
+        scalars |= {"silent_groups": float(len(silent)), "dynamic_rounds": float(attempt)}
+        rollout, more = self.maker.sample(
+            state, rollout_lib.trim(rollout), transcripts, jax.random.fold_in(key, 2**31 - 2)
+        )
+        self.run.ledger.add(generated=int(more.get("continuations/sampled_tokens", 0)))
+        return rollout, transcripts, scalars | more
 
     def _play(self, params, batch, key):
         words = self.parts.chat.tokenizer
         odd = words.replaced
-        rollout, transcripts = rollout_lib.collect(params, batch, key, self.parts.sampler)
+        if "tree_B" in self.needs:
+            roots = self.config.columns.roots
+            rollout, transcripts, scalars = continuations.grow_trees(
+                params, batch, key, self.parts.sampler, roots=roots
+            )
+            sampled = int(scalars["trees/sampled_tokens"])
+        else:
+            rollout, transcripts = rollout_lib.collect(params, batch, key, self.parts.sampler)
+            sampled, scalars = sum(turn.length for transcript in transcripts for turn in transcript.turns), {}
         self.run.ledger.drop("characters that the vocabulary cannot spell", words.replaced - odd)
-        sampled = sum(turn.length for transcript in transcripts for turn in transcript.turns)
         self.run.ledger.add(generated=sampled)
         self.run.ledger.drop("rollouts truncated by the context", sum(t.truncated for t in transcripts))
-        return rollout, transcripts
+        return rollout, transcripts, scalars
 
-    def annotate(self, state: base.TrainState, rollout: base.Rollout) -> base.Rollout:
+    def annotate(self, state: base.TrainState, rollout: base.Rollout, readings=None) -> base.Rollout:
         """Adds the scored columns that the variant and the loss need."""
-        columns = [name for name in self.needs if name != "views"]
+        columns = [name for name in self.needs if name != "views" and getattr(rollout, name) is None]
         if state.ref is not None:
             columns.append("ref_logp_BT")
         if self.objective.correction != "none":
@@ -150,9 +163,9 @@ class Trainer:
         if not columns:
             return rollout
         self.run.ledger.add(scored=int(np.sum(rollout.length_B)) * len(columns))
-        return self._annotate(state, rollout, columns)
+        return self._annotate(state, rollout, columns, readings)
 
-    def _annotate(self, state: base.TrainState, rollout: base.Rollout, columns: list[str]) -> base.Rollout:
+    def _annotate(self, state: base.TrainState, rollout: base.Rollout, columns: list[str], readings=None):
         return annotate.annotate(
             state.params,
             rollout,
@@ -160,6 +173,8 @@ class Trainer:
             columns=tuple(columns),
             ref=state.ref,
             teacher=state.teacher,
+            readings=readings,
+            outcome_model=state.aux.get("outcome_model"),
             temperature=self.objective.temperature,
             chunk=self.objective.chunk,
             span=self.objective.span,
@@ -239,7 +254,6 @@ class Trainer:
         ledger = self.run.ledger
         with ledger.phase("generate"):
             rollout, transcripts, scalars = self.collect(state, step)
-            rollout = rollout_lib.trim(rollout)
         if step == 0:
             self.check_parity(state.params, rollout)
         scalars |= {f"train/{name}": value for name, value in self.summary(transcripts).items()}
@@ -252,9 +266,12 @@ class Trainer:
                 rollout, written, counts = self.add_feedback(state, rollout, transcripts, step)
                 scalars |= counts
         with ledger.phase("annotate"):
-            rollout = self.annotate(state, rollout)
-            rollout = self.shape(rollout)
+            rollout = self.maker.tell(state, rollout, transcripts)
+            readings = self.maker.readings(rollout, transcripts, written, f"readings/{self.config.seed}/{step}")
+            self.run.ledger.add(hint=sum(map(views.extra_tokens, jax.tree.leaves(readings, is_leaf=_is_views))))
+            rollout = self.shape(self.annotate(state, rollout, readings))
             credit = self.credit(rollout)
+            learned = self.maker.learn(state, rollout)
             scalars |= {f"credit/{name}": value for name, value in credit.metrics.items()}
         credit = credit.replace(metrics={})
         self.last = samples.Batch(step, rollout, credit, transcripts, written)
@@ -268,7 +285,7 @@ class Trainer:
                 ledger.add(trained=int(np.sum(rollout.length_B)) // self.config.rl.minibatches)
             scalars |= jax.device_get(measured)
         success = scalars.get("train/success", scalars["reward"])
-        aux = schedule.learn(state.aux, jnp.float32(success))
+        aux = schedule.learn(state.aux, jnp.float32(success)) | learned
         return state.replace(aux=aux), scalars
 
     def check_parity(self, params, rollout: base.Rollout) -> None:
@@ -299,6 +316,10 @@ class Trainer:
             or (rl.max_minutes and minutes >= rl.max_minutes)
             or float(state.aux["success"]) >= rl.stop_at
         )
+
+
+def _is_views(x: object) -> bool:
+    return isinstance(x, base.Views)
 
 
 def _silent_groups(rollout: base.Rollout) -> set[int]:

@@ -13,6 +13,7 @@ from rsi_jax.feedback import hints, locate
 from rsi_jax.feedback import teacher as teacher_lib
 from rsi_jax.model import chat as chat_lib
 from rsi_jax.model import gguf_file, hf, tokenizer, transformer
+from rsi_jax.train import columns
 from rsi_jax.train.update import Objective
 
 
@@ -80,6 +81,44 @@ def bind_credit(knobs, name: str | None = None) -> tuple[base.CreditFn, tuple[st
     return functools.partial(function, **bound), needs
 
 
+def credit_names(knobs) -> tuple[str, ...]:
+    """The variant of the config and what it wraps, outermost first."""
+    names = [knobs.name]
+    while inner := knobs.get(names[-1], {}).get("inner"):
+        names.append(inner)
+    return tuple(names)
+
+
+def make_maker(config, parts: Parts, writing: feedback.Writing) -> columns.Maker:
+    """Binds how the columns of the config's variant are made."""
+    return columns.Maker(
+        needs=bind_credit(config.credit)[1],
+        names=credit_names(config.credit),
+        knobs=config.columns,
+        credit=config.credit,
+        chat=parts.chat,
+        model=parts.model,
+        sampler=parts.sampler,
+        writing=writing,
+        temperature=config.sample.temperature,
+        chunk=config.compute.chunk,
+    )
+
+
+def _check_columns(config) -> None:
+    names = credit_names(config.credit)
+    valued = [name for name in names if name in columns.VALUED]
+    changed = [name for name in ("kl_in_reward", "overlong_buffer") if config.rl[name]]
+    if valued and changed:
+        raise base.InputError(f"credit.{valued[0]} values the rewards of the environment: rl.{changed[0]} must be 0")
+    _need(
+        not ("tree_grpo" in names and config.rl.dynamic_rounds),
+        "rl.dynamic_rounds replays rollouts one by one, credit.tree_grpo grows them together: set it to 0",
+    )
+    if config.columns.judge:
+        columns.find_judge(config.columns.judge)
+
+
 def make_writing(config, policy: hints.PolicyWriter | None = None) -> feedback.Writing:
     """Binds the locating rules and the hint texts."""
     f = config.feedback
@@ -125,6 +164,9 @@ def check(config) -> None:
         ("evaluation.episodes", 1), ("evaluation.final_episodes", 1), ("checkpoint.every", 1), ("checkpoint.keep", 1),
         ("evaluation.every", 0), ("evaluation.samples", 0), ("feedback.per_rollout", 1), ("archive.every", 0),
         ("archive.rollouts", 1), ("feedback.watch_turns", 0), ("evaluation.gain_turns", 0),
+        ("columns.continuations", 1), ("columns.every", 1), ("columns.cut_interval", 1), ("columns.roots", 1),
+        ("columns.hindsight_tokens", 1), ("columns.wrong_hints", 1), ("columns.outcome_rank", 1),
+        ("columns.outcome_steps", 0), ("columns.outcome_lr", 0), ("columns.anchor_similarity", 0),
     ):  # fmt: skip
         group, name = path.split(".")
         _need(config[group][name] >= low, f"{path}={config[group][name]} must be at least {low}")
@@ -170,6 +212,7 @@ def check(config) -> None:
         for name in knobs:
             _need(name in known, f"credit.{config.credit.name}.{name} is no knob of that variant")
     make_writing(config)
+    _check_columns(config)
 
 
 def make_parts(config) -> Parts:
