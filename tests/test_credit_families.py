@@ -1,8 +1,10 @@
 """Hand-computed credit of the families that read more than returns: recurring states, the hinted reading."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rsi_jax import credit
 from tests import builders
 from tests.builders import action, observation, prompt
 from tests.test_credit_cases import DR_GRPO, jitted, of, with_views
@@ -46,3 +48,25 @@ def test_delta_is_the_mean_over_the_views_of_a_token_and_lands_on_the_span():
     np.testing.assert_allclose(clipped, [[0, 0.5 + 1, 0.5 - 2, 0.5], [0, -0.5, -0.5 - 2, -0.5]], atol=1e-6)
     rlsd = np.asarray(jitted("rlsd", **knobs, mix=1.0)(rollout).adv_BT)
     np.testing.assert_allclose(rlsd, [[0, 0.6, 0.4, 0.5], [0, -0.5, -0.6, -0.5]], atol=1e-6)
+
+
+def test_the_first_token_of_all_has_no_hinted_reading():
+    rollout = with_views(builders.rollout([[action(3, 1.0)], [action(3, 0.0)]]), [(0, 0, 2), (1, 0, 3)], weight=[1, 0])
+    rollout = rollout.replace(logp_BT=jnp.full((2, 3), -1.0), view_logp_KU=jnp.asarray([[-4.0, -3.0, 0], [0, 0, 0]]))
+    opd = np.asarray(jitted("opd", inner=DR_GRPO)(rollout).adv_BT)
+    np.testing.assert_allclose(opd, [[0.5, 0.5 - 2, 0.5], [-0.5, -0.5, -0.5]], atol=1e-6)
+
+
+def test_no_gradient_reaches_a_traced_knob():
+    rollout = with_views(builders.bandit([1.0, 0.0]), [(0, 1, 2), (1, 1, 2)])
+    rollout = rollout.replace(view_logp_KU=jnp.asarray([[-0.1, -0.2], [-0.3, -3.0]]))
+    knobs = {"rlsd": "mix", "opd": "weight", "textual_feedback": "weight", "locator_penalty": "penalty"}
+    for name, knob in knobs.items():
+
+        def total(x, name=name, knob=knob):
+            found = credit.find(name)[0](rollout, inner=DR_GRPO, **{knob: x})
+            views = 0.0 if found.view_weight_K is None else jnp.sum(found.view_weight_K)
+            return jnp.sum(jnp.square(found.adv_BT)) + views
+
+        assert total(0.5) != total(0.25), name  # the knob is read
+        assert jax.grad(total)(0.5) == 0.0, name
