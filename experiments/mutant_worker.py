@@ -125,35 +125,41 @@ class Tests:
             self.reached |= {test: {self.names[code] for code in codes} for test, codes in watch.reached.items()}
         return None
 
-    def of(self, name: tuple[str, str], files: list[str]) -> list[str]:
-        """The tests that reach a function, the quickest first."""
-        seconds = {test: took for file in files for test, took in self.seconds[file].items()}
+    def of(self, name: tuple[str, str], file: str) -> list[str]:
+        """The tests of a file that reach a function, the quickest first."""
+        seconds = self.seconds[file]
         return sorted((test for test in seconds if name in self.reached[test]), key=lambda test: seconds[test])
 
 
 def answer(tests: Tests, job: dict) -> dict:
-    """Tries one mutant: caught by which test, or survived all tests that reach its function."""
-    name = (job["module"], job["function"])
+    """Tries one mutant, file by file: caught by which test, or survived all tests that reach its function."""
+    name, count, began, failed = (job["module"], job["function"]), 0, time.monotonic(), []
     for file in job["files"]:
         if broken := tests.learn(file):
             return {"broken": broken}
-    reaching, began = tests.of(name, job["files"]), time.monotonic()
-    if not reaching:
-        return {"caught": None, "tests": 0, "seconds": 0.0}
+        if reaching := tests.of(name, file):
+            count += len(reaching)
+            failed = tried(name, job["source"], reaching, job["timeout"])
+        if failed:
+            break
+    return {"caught": failed[0] if failed else None, "tests": count, "seconds": time.monotonic() - began}
+
+
+def tried(name: tuple[str, str], source: str, tests: list[str], timeout: float) -> list[str]:
+    """Runs tests with a mutant in place: those that failed, or that it takes too long."""
 
     def late(*_: object) -> None:
         raise TimeoutError("the mutant takes too long")
 
-    signal.signal(signal.SIGALRM, late)
-    with applied(*name, job["source"]):
-        signal.setitimer(signal.ITIMER_REAL, job["timeout"], 5.0)  # again and again: a test may swallow one
+    signal.signal(signal.SIGPROF, late)
+    with applied(*name, source):
+        signal.setitimer(signal.ITIMER_PROF, timeout, 5.0)  # again and again: a test may swallow one
         try:
-            failed = run(reaching).failed
+            return run(tests).failed
         except TimeoutError as error:
-            failed = [str(error)]
+            return [str(error)]
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-    return {"caught": failed[0] if failed else None, "tests": len(reaching), "seconds": time.monotonic() - began}
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def main() -> None:

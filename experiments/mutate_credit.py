@@ -8,12 +8,14 @@ Each mutant is one change to one function (experiments.mutants): a flipped sign,
 one, mean and sum exchanged, a dropped stop-gradient. It is caught if one of the tests that reach the function fails, of
 the test files that TESTS names for its module. The code without a change must pass them all first. Mutants that change
 nothing that anybody can see stand in experiments.equivalent_mutants, each with the reason; they are listed and left
-out of the count. Finished mutants are kept in --out: the same command continues.
+out of the count. Finished mutants are kept in --out, each as long as the tests that it rests on stay the same: the same
+command continues.
 
 stdout ends with one JSON line: mutants, caught, survivors (each `file:line kind: line -> mutated line`).
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -33,19 +35,22 @@ _ONLY = flags.DEFINE_string("only", "", "module, or module.function, below rsi_j
 _SAMPLE = flags.DEFINE_integer("sample", 0, "draw so many mutants (0 = all)", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "of the draw")
 _JOBS = flags.DEFINE_integer("jobs", os.cpu_count() or 1, "processes that run tests", lower_bound=1)
-_TIMEOUT = flags.DEFINE_float("timeout", 300.0, "seconds after which a mutant counts as caught", lower_bound=1.0)
+_TIMEOUT = flags.DEFINE_float(
+    "timeout", 300.0, "seconds of processor time after which a mutant counts as caught", lower_bound=1.0
+)
 _OUT = flags.DEFINE_string("out", "runs/mutate_credit/mutants.jsonl", "file of finished mutants")
 
 ROOT = pathlib.Path(__file__).parents[1]
-CREDIT = ("tests/test_credit_cases.py", "tests/test_credit_families.py", "tests/test_credit_laws.py")
-LOSSES = ("tests/test_losses.py", "tests/test_losses_terms.py")
-# module, or package: the test files that cover it.
+CREDIT = tuple(f"tests/test_credit_{name}.py" for name in ("turns", "masks", "families", "cases", "laws"))
+LOSSES = tuple(f"tests/test_losses{name}.py" for name in ("_masks", "_terms", ""))
+# module, or package: the test files that cover it, the quick ones first: the next is run if none before it fails.
 TESTS = {
     "masked": ("tests/test_masked.py",),
     "returns": ("tests/test_returns.py",),
     "losses": LOSSES,
     "credit": CREDIT,
 }
+SHARED = ("tests/builders.py", "tests/conftest.py")  # what all of them import
 # Functions that only make metrics: their numbers are reported and never trained on.
 METRICS = (
     "credit.rewards.report",
@@ -62,7 +67,17 @@ class Job:
     mutant: mutants.Mutant
     source: str
     files: tuple[str, ...]
-    digest: str
+
+    @property
+    def digest(self) -> str:
+        """Of the mutated source."""
+        return hashlib.sha256(f"{self.mutant.name}\n{self.mutant.apply(self.source)}".encode()).hexdigest()[:20]
+
+    def proof(self, caught: str | None) -> str:
+        """Digest of the tests that a result rests on: the file that caught the mutant, or all of its files."""
+        caught_by = (caught or "").partition("::")[0]
+        files = (caught_by,) if caught_by in self.files else self.files
+        return hashlib.sha256("".join(map(digest_of, (*SHARED, *files))).encode()).hexdigest()[:20]
 
     @property
     def path(self) -> str:
@@ -78,6 +93,12 @@ def path_of(module: str) -> str:
     return f"rsi_jax/{module.replace('.', '/')}.py"
 
 
+@functools.cache
+def digest_of(file: str) -> str:
+    """Digest of a test file when this run began: later edits are not what the tests of this run are."""
+    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
+
+
 def modules() -> list[str]:
     """Lists the modules that are mutated."""
     paths = [path for name in TESTS for path in sorted((ROOT / "rsi_jax").glob(f"{name}.py"))]
@@ -91,15 +112,12 @@ def files_of(module: str) -> tuple[str, ...]:
 
 
 def all_jobs() -> list[Job]:
-    """Makes every mutant; equal ones of a former run have the same digest as long as their tests are the same."""
-    shared = [ROOT / "tests/builders.py", ROOT / "tests/conftest.py"]
+    """Makes every mutant."""
     made = []
     for module in modules():
-        source, files = (ROOT / path_of(module)).read_text(), files_of(module)
-        tests = b"".join(path.read_bytes() for path in [*shared, *(ROOT / file for file in files)])
-        for mutant in mutants.of_module(module, source, skip=METRICS):
-            digest = hashlib.sha256(tests + mutant.name.encode() + mutant.apply(source).encode()).hexdigest()[:20]
-            made.append(Job(mutant, source, files, digest))
+        source = (ROOT / path_of(module)).read_text()
+        found = mutants.of_module(module, source, skip=METRICS)
+        made += [Job(mutant, source, files_of(module)) for mutant in found]
     return made
 
 
@@ -133,7 +151,7 @@ def chosen(jobs: list[Job]) -> list[Job]:
 
 
 class Worker:
-    """A process of experiments.mutant_worker; a mutant counts as caught after `timeout` seconds."""
+    """A process of experiments.mutant_worker; a mutant counts as caught after `timeout` seconds of processor time."""
 
     def __init__(self, functions: list[tuple[str, str]], timeout: float) -> None:
         self._timeout = timeout
@@ -204,7 +222,13 @@ def run_all(jobs: list[Job], functions: list[tuple[str, str]], path: pathlib.Pat
 
     from rsi_jax import base
 
-    caught = {row["digest"]: row["caught"] for row in cli.read_rows(path)}
+    for file in {file for job in jobs for file in (*SHARED, *job.files)}:
+        digest_of(file)
+    wanted, caught = {job.digest: job for job in jobs}, {}
+    for row in cli.read_rows(path):
+        job = wanted.get(row["digest"])
+        if job and row["proof"] == job.proof(row["caught"]):
+            caught[job.digest] = row["caught"]
     left = [job for job in jobs if job.digest not in caught]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file, progress.Progress() as bar:
@@ -213,7 +237,8 @@ def run_all(jobs: list[Job], functions: list[tuple[str, str]], path: pathlib.Pat
             if "broken" in found:
                 raise base.InputError(f"{found['broken']} fails without any mutant: mend it first")
             caught[job.digest] = found["caught"]
-            file.write(json.dumps({"digest": job.digest, "mutant": job.shown, **found}) + "\n")
+            row = {"digest": job.digest, "proof": job.proof(found["caught"]), "mutant": job.shown, **found}
+            file.write(json.dumps(row) + "\n")
             file.flush()
             bar.advance(task)
     return caught

@@ -100,6 +100,13 @@ def test_a_mutant_stands_in_for_the_function_under_every_name_and_is_taken_back(
         pass
 
 
+def test_a_result_holds_as_long_as_the_tests_it_rests_on():
+    job = next(job for job in mutate_credit.all_jobs() if job.mutant.module == "losses.policy")
+    first, second = (job.proof(f"{file}::test") for file in job.files[:2])
+    assert len({first, second, job.proof(None)}) == 3  # what survives rests on all of them
+    assert job.proof("the mutant takes too long") == job.proof(None)
+
+
 @pytest.mark.slow
 def test_a_mistake_is_caught_and_what_changes_nothing_survives():
     wrong = mutated("leave_one_out", "shift", "others = (jnp.sum(mask_G))")
