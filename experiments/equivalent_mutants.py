@@ -144,4 +144,43 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         'total_BT = zero_BT.at[place].add((view_logp_KU), mode="drop")',
         "what is not used goes to T, where it is dropped",
     ),
+    (
+        "losses.critic.value_loss",
+        "old_BT, target_BT = jax.lax.stop_gradient((masked.zero(old_value_BT, mask_BT), "
+        "masked.zero(target_BT, mask_BT)))",
+        "old_BT, target_BT = jax.lax.stop_gradient(((old_value_BT), masked.zero(target_BT, mask_BT)))",
+        "weighted_sum and the counts mask again, and the critic that gets the gradient is masked",
+    ),
+    (
+        "losses.critic.value_loss",
+        "old_BT, target_BT = jax.lax.stop_gradient((masked.zero(old_value_BT, mask_BT), "
+        "masked.zero(target_BT, mask_BT)))",
+        "old_BT, target_BT = jax.lax.stop_gradient((masked.zero(old_value_BT, mask_BT), (target_BT)))",
+        "weighted_sum and the counts mask again, and the critic that gets the gradient is masked",
+    ),
+    (
+        "losses.policy.policy_loss",
+        "logp_BT, old_logp_BT = masked.zero(logp_BT, mask_BT), masked.zero(old_logp_BT, mask_BT)",
+        "logp_BT, old_logp_BT = (logp_BT), masked.zero(old_logp_BT, mask_BT)",
+        "every surrogate is linear in it with a factor that is finite off-mask, and weighted_sum masks "
+        "value and gradient",
+    ),
+    (
+        "losses.policy.policy_loss",
+        "logp_BT, old_logp_BT = masked.zero(logp_BT, mask_BT), masked.zero(old_logp_BT, mask_BT)",
+        "logp_BT, old_logp_BT = masked.zero(logp_BT, mask_BT), (old_logp_BT)",
+        "it enters a comparison without gradient only, and weighted_sum and the counts mask the result",
+    ),
+    (
+        "losses.policy.importance_weights",
+        "ratio_BT = jnp.exp(jnp.clip(masked.zero(log_ratio_BT, mask_BT), -LOG_RATIO_MAX, LOG_RATIO_MAX))",
+        "ratio_BT = jnp.exp(jnp.clip((log_ratio_BT), -LOG_RATIO_MAX, LOG_RATIO_MAX))",
+        "the result is masked at the end and has no gradient",
+    ),
+    (
+        "losses.surrogates.dppo",
+        "moved_BT = jax.lax.stop_gradient(jnp.exp(logp_BT) - jnp.exp(old_logp_BT))",
+        "moved_BT = (jnp.exp(logp_BT) - jnp.exp(old_logp_BT))",
+        "it is compared with the bounds only, and a comparison has no gradient",
+    ),
 )
