@@ -1,10 +1,11 @@
 """Hand-computed credit from recurring states and from the hinted reading, distilled or modulating."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsi_jax import base
+from rsi_jax import base, credit
 from tests import builders
 from tests.builders import action, observation, prompt
 from tests.test_credit_cases import DR_GRPO, jitted, of, with_views
@@ -144,3 +145,18 @@ def test_sdpo_counts_tokens_of_the_views_that_can_teach():
     beside = of(rollout, "sdpo", inner=DR_GRPO, outcome_weight=0.5, success_return=2.0)  # now all failed
     np.testing.assert_allclose(beside.view_weight_K, [0.2, 0.1, 0.3, -0.1, 0.3], atol=1e-7)
     np.testing.assert_allclose(beside.adv_BT, 0.5 * of(rollout, "dr_grpo").adv_BT)
+
+
+def test_no_gradient_reaches_a_traced_knob():
+    rollout = with_views(builders.bandit([1.0, 0.0]), [(0, 1, 2), (1, 1, 2)])
+    rollout = rollout.replace(view_logp_KU=jnp.asarray([[-0.1, -0.2], [-0.3, -3.0]]))
+    knobs = {"rlsd": "mix", "opd": "weight", "textual_feedback": "weight", "locator_penalty": "penalty"}
+    for name, knob in knobs.items():
+
+        def total(x, name=name, knob=knob):
+            found = credit.find(name)[0](rollout, inner=DR_GRPO, **{knob: x})
+            views = 0.0 if found.view_weight_K is None else jnp.sum(found.view_weight_K)
+            return jnp.sum(jnp.square(found.adv_BT)) + views
+
+        assert total(0.5) != total(0.25), name  # the knob is read
+        assert jax.grad(total)(0.5) == 0.0, name

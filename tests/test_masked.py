@@ -71,6 +71,17 @@ def test_whitened_constant_is_exactly_zero_or_itself():
     np.testing.assert_array_equal(masked.whiten(x, m, shift_mean=False), x)
 
 
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_whiten_gives_zero_off_mask_and_a_finite_gradient_without_signal(shift_mean):
+    x, m = jnp.asarray([3.0, 9.0, 5.0, 4.0]), jnp.asarray([True, False, True, False])
+    whitened = masked.whiten(x, m, shift_mean=shift_mean)
+    want = np.asarray([-1.0, 1.0] if shift_mean else [3.0, 5.0]) / np.sqrt(2.0)
+    np.testing.assert_allclose(whitened, [want[0], 0.0, want[1], 0.0], rtol=1e-5)
+    constant = jnp.asarray([3.0, 9.0, 3.0, 4.0])
+    grad = jax.grad(lambda x: jnp.sum(masked.whiten(x, m, shift_mean=shift_mean)))(constant)
+    np.testing.assert_array_equal(grad, jnp.zeros(4) if shift_mean else m.astype(jnp.float32))
+
+
 @pytest.mark.parametrize("valid", [11, 3], ids=["uneven", "with shards that have no valid token"])
 def test_T7_sharded_whiten_equals_unsharded(valid):
     x = jax.random.normal(jax.random.key(2), (16,)) * 3.0 + 1.0
