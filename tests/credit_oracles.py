@@ -57,6 +57,7 @@ class Expected:
     adv: np.ndarray
     target: np.ndarray | None = None
     views: np.ndarray | None = None
+    divergence: base.Divergence | None = None
 
 
 def read(rollout: base.Rollout) -> Batch:

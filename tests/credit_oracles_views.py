@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from rsi_jax import base
 from tests.credit_oracles import AGREE, Expected, earned, mean, siblings, spread_out, std
 
 
@@ -55,25 +56,32 @@ def passes(batch, b, failed_only, success_return):
     return row.earned < best
 
 
-def textual_feedback(batch, *, inner, weight=1.0, failed_only=False, success_return=None, **divergence):
-    """The divergence is no matter of numbers here: test_credit_oracles compares its fields."""
+def textual_feedback(
+    batch, *, inner, weight=1.0, divergence="forward_kl", alpha=0.5, top_k=0, clip=0.0, temperature=1.0,
+    failed_only=False, success_return=None,
+):  # fmt: skip
     used = [n > 0 and passes(batch, b, failed_only, success_return) for b, _, n in spans(batch)]
     worth = batch.views["weight_K"] * batch.views["polarity_K"]
     views = [weight * w / sum(used) if use else 0.0 for w, use in zip(worth, used, strict=True)]
-    return dataclasses.replace(inner(batch), views=np.array(views))
+    pull = base.Divergence(name=divergence, alpha=alpha, top_k=top_k, clip=clip, temperature=temperature)
+    return dataclasses.replace(inner(batch), views=np.array(views), divergence=pull)
 
 
-def sdpo(batch, *, inner, weight=1.0, outcome_weight=0.0, success_return=0.5, **divergence):
+def sdpo(
+    batch, *, inner, weight=1.0, outcome_weight=0.0, alpha=0.5, top_k=100, is_clip=2.0, success_return=0.5
+):  # fmt: skip
     def is_open(b):
         if not batch.rows[b].counts:
             return False
-        others = [r for i, r in zip(siblings(batch, b), earned(batch, siblings(batch, b)), strict=True) if i != b]
+        others = [batch.rows[i].earned for i in siblings(batch, b) if i != b]
         return batch.rows[b].earned < success_return or any(r >= success_return for r in others)
 
     tokens = [n if is_open(b) else 0 for b, _, n in spans(batch)]
     worth = batch.views["weight_K"] * batch.views["polarity_K"]
     views = [weight * w * n / max(sum(tokens), 1) for w, n in zip(worth, tokens, strict=True)]
-    return Expected(outcome_weight * inner(batch).adv, views=np.array(views))
+    name = "forward_kl" if alpha == 0 else "reverse_kl" if alpha == 1 else "jsd"
+    pull = base.Divergence(name=name, alpha=alpha, top_k=top_k, is_clip=is_clip)
+    return Expected(outcome_weight * inner(batch).adv, views=np.array(views), divergence=pull)
 
 
 def locator_penalty(batch, *, inner, penalty=1.0, failed_only=False, success_return=None):

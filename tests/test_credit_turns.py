@@ -187,14 +187,14 @@ def test_T52_vineppo_telescopes():
 
 
 def test_T52_spo_credits_the_stretches_between_its_cuts_where_there_was_a_choice():
-    """Cuts at tokens 1 and 3 of .5 and .8, then 1 is earned: .3, .3, .2, .2; token 2 was sampled with .95."""
-    rollout = builders.rollout([[prompt(1), action(4, 1.0)]])
+    """Cuts at tokens 0 and 2 of .5 and .8, then 1 is earned: .3, .3, .2, .2; token 1 was sampled with .95."""
+    rollout = builders.rollout([[action(4, 1.0)]])
     rollout = rollout.replace(
-        logp_BT=jnp.log(jnp.asarray([[1, 0.5, 0.95, 0.89, 0.1]])),
-        mc_value_BT=jnp.asarray([[jnp.nan, 0.5, jnp.nan, 0.8, jnp.nan]]),
+        logp_BT=jnp.log(jnp.asarray([[0.5, 0.95, 0.89, 0.1]])),
+        mc_value_BT=jnp.asarray([[0.5, jnp.nan, 0.8, jnp.nan]]),
     )
-    np.testing.assert_allclose(of(rollout, "spo").adv_BT, [[0, 0.3, 0, 0.2, 0.2]], atol=1e-6)
-    np.testing.assert_allclose(of(rollout, "spo", prob_max=1.0).adv_BT, [[0, 0.3, 0.3, 0.2, 0.2]], atol=1e-6)
+    np.testing.assert_allclose(of(rollout, "spo").adv_BT, [[0.3, 0, 0.2, 0.2]], atol=1e-6)
+    np.testing.assert_allclose(of(rollout, "spo", prob_max=1.0).adv_BT, [[0.3, 0.3, 0.2, 0.2]], atol=1e-6)
 
 
 def test_tree_grpo_sums_the_tree_and_the_task():

@@ -97,8 +97,8 @@ def prm(
     With w = 0: `inner`. A judge that says the same of every turn adds nothing by 'difference' and by 'min'.
 
     Args:
-      rollout: needs judge_BS and what `inner` needs; a score that is not finite is read as no change ('difference'),
-        0 ('sum') or 1 ('min').
+      rollout: needs judge_BS and what `inner` needs; where a score is not finite, C_k = 0 for the differences on both
+        sides of it ('difference'); it is read as 0 ('sum') or 1 ('min').
       inner: credit function of the outcome.
       weight: w >= 0; it may be traced.
       form: 'difference' | 'sum' | 'min'.
@@ -175,10 +175,11 @@ def igpo(rollout: base.Rollout, *, weight: float = 0.1, discount: float = 1.0, s
     """Information gain: how much a turn raised the likelihood of the answer, beside the outcome.
 
       g_k = p_{k+1} - p_k, p_k = exp(mean log-prob of the answer's tokens before turn k), for all turns but the last
-      A_k = Σ_{j >= k} γ^{j-k} (w z(g_j) [j not last] + z(outcome) [j last])
+      A_k = w z(g_k) + γ d_k A_{k+1} before the last turn, whose A is z(outcome)
 
-    z normalises over all such turns of the group, gains and outcomes each on their own, before discounting (the other
-    order gives other numbers). The gains of a rollout telescope. With w = 0 and γ = 1: grpo on the last reward.
+    d_k are the environment's discounts. z normalises over all such turns of the group, gains and outcomes each on their
+    own, before discounting (the other order gives other numbers). The gains of a rollout telescope. With w = 0 and
+    γ = 1: grpo on the last reward.
 
     Args:
       rollout: needs answer_logp_BS; where it is not finite (no answer is known) a gain is 0.
@@ -189,6 +190,8 @@ def igpo(rollout: base.Rollout, *, weight: float = 0.1, discount: float = 1.0, s
     Raises: ValueError without answer_logp_BS; base.InputError for a knob out of range.
 
     Source: IGPO, Wang et al. 2025 (https://arxiv.org/abs/2510.14967), eq. 4-7.
+    Differs: gains and outcomes are normalised apart (the authors' code can do either, together by default), and w
+      scales z, not the gain before it; std with n - 1.
     """
     rewards.check(rollout, "answer_logp_BS")
     rewards.check_scale("igpo", "std", std_floor)
