@@ -198,7 +198,9 @@ def _columns():
     c.cut_interval = 5  # spo: improbable tokens of a segment
     c.roots = 2  # tree_grpo: trees per group; the other rollouts fork from them
     c.judge = ""  # prm, pbrs: 'module:function' of transcripts; '' = 0 where a locating rule fires, else 1
-    c.hindsight = "{shown}"  # hcapo: how it ended: the last messages {shown}, the last action {said}; "" = nothing, the control
+    c.hindsight = (
+        "{shown}"  # hcapo: how it ended: the last messages {shown}, the last action {said}; "" = nothing, the control
+    )
     c.hindsight_tokens = 48  # capacity of that hint; a longer one is an error, never cut
     c.wrong_hints = 2  # rlcsd: the 'wrong' hint, then shuffled ones
     c.outcome_rank = 8  # hca, cocoa: rank of the learned hindsight model

@@ -146,6 +146,18 @@ def make_objective(config) -> Objective:
     )
 
 
+LEAST = (  # the least value of each field
+    ("lm.updates", 0), ("lm.batch_rows", 1), ("lm.row_tokens", 2), ("rl.updates", 0), ("rl.groups", 1),
+    ("rl.group_size", 1), ("rl.epochs", 1), ("rl.minibatches", 1), ("rollout.capacity", 2), ("rollout.slots", 1),
+    ("evaluation.episodes", 1), ("evaluation.final_episodes", 1), ("checkpoint.every", 1), ("checkpoint.keep", 1),
+    ("evaluation.every", 0), ("evaluation.samples", 0), ("feedback.per_rollout", 1), ("archive.every", 0),
+    ("archive.rollouts", 1), ("feedback.watch_turns", 0), ("evaluation.gain_turns", 0),
+    ("columns.continuations", 1), ("columns.every", 1), ("columns.cut_interval", 1), ("columns.roots", 1),
+    ("columns.hindsight_tokens", 1), ("columns.wrong_hints", 1), ("columns.outcome_rank", 1),
+    ("columns.outcome_steps", 0), ("columns.outcome_lr", 0), ("columns.anchor_similarity", 0),
+)  # fmt: skip
+
+
 def _need(ok: bool, text: str) -> None:
     if not ok:
         raise base.InputError(text)
@@ -158,16 +170,7 @@ def check(config) -> None:
     """
     for stage in config.stages:
         _need(stage in ("lm", "rl"), f"stages names {stage!r}, which is no stage (known: lm, rl)")
-    for path, low in (
-        ("lm.updates", 0), ("lm.batch_rows", 1), ("lm.row_tokens", 2), ("rl.updates", 0), ("rl.groups", 1),
-        ("rl.group_size", 1), ("rl.epochs", 1), ("rl.minibatches", 1), ("rollout.capacity", 2), ("rollout.slots", 1),
-        ("evaluation.episodes", 1), ("evaluation.final_episodes", 1), ("checkpoint.every", 1), ("checkpoint.keep", 1),
-        ("evaluation.every", 0), ("evaluation.samples", 0), ("feedback.per_rollout", 1), ("archive.every", 0),
-        ("archive.rollouts", 1), ("feedback.watch_turns", 0), ("evaluation.gain_turns", 0),
-        ("columns.continuations", 1), ("columns.every", 1), ("columns.cut_interval", 1), ("columns.roots", 1),
-        ("columns.hindsight_tokens", 1), ("columns.wrong_hints", 1), ("columns.outcome_rank", 1),
-        ("columns.outcome_steps", 0), ("columns.outcome_lr", 0), ("columns.anchor_similarity", 0),
-    ):  # fmt: skip
+    for path, low in LEAST:
         group, name = path.split(".")
         _need(config[group][name] >= low, f"{path}={config[group][name]} must be at least {low}")
     for path in ("lm.lr", "rl.lr"):
