@@ -27,7 +27,8 @@ def trained(folder, monkeypatch, **fields):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(credit.variants()))
 def test_a_variant_trains_by_its_name_alone(name, tmp_path, monkeypatch):
-    lines = trained(tmp_path, monkeypatch, **{"credit.name": name})
+    able = {"lm.updates": 80, "model.width": 32, "env.tool_calls.horizon": 4, "env.tool_calls.names": 2}  # some succeed
+    lines = trained(tmp_path, monkeypatch, **able, **{"credit.name": name})
     assert len(lines) == 3
     assert any(line["grad_norm/outcome"] > 0 or line.get("feedback_loss", 0) > 0 for line in lines)
     assert all(np.isfinite(line["grad_norm/outcome"]) and 0 <= line["credit/frac_zero_adv"] <= 1 for line in lines)
