@@ -32,18 +32,19 @@ from ml_collections import config_flags
 from experiments import cli
 
 _CONFIG = cli.config_file("configs/tool_calls.py")
-_ARMS = flags.DEFINE_list("arms", [], "arms to run (default: all)")
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "seeds")
-_RATES = flags.DEFINE_list("rates", ["4e-3", "1e-3", "2.5e-4"], "learning rates of the grpo arm")
-_LONGER = flags.DEFINE_float("longer", 1.4, "batches of the arms that score no hints, as a multiple of the config's")
-_RESULTS = flags.DEFINE_string(
+FLAGS = cli.Flags()
+_ARMS = FLAGS.list("arms", [], "arms to run (default: all)")
+_SEEDS = FLAGS.list("seeds", ["0", "1", "2"], "seeds")
+_RATES = FLAGS.list("rates", ["4e-3", "1e-3", "2.5e-4"], "learning rates of the grpo arm")
+_LONGER = FLAGS.float("longer", 1.4, "batches of the arms that score no hints, as a multiple of the config's")
+_RESULTS = FLAGS.string(
     "results", "", "rows, appended as they finish (default: experiments/results/ablate_<config and fields set>.jsonl)"
 )
-_FOLDER = flags.DEFINE_string("folder", "", "where the runs go (default: runs/ablate_<same>)")
-_JOBS = flags.DEFINE_integer("jobs", 2, "runs at a time, one core each")
-_LM_FACTOR = flags.DEFINE_float("lm_factor", 4.0, "more_lm and long_lm: warm-up updates, as a multiple of the config's")
+_FOLDER = FLAGS.string("folder", "", "where the runs go (default: runs/ablate_<same>)")
+_JOBS = FLAGS.integer("jobs", 2, "runs at a time, one core each")
+_LM_FACTOR = FLAGS.float("lm_factor", 4.0, "more_lm and long_lm: warm-up updates, as a multiple of the config's")
 
-_EPISODES = flags.DEFINE_integer("episodes", 512, "episodes per evaluation")
+_EPISODES = FLAGS.integer("episodes", 512, "episodes per evaluation")
 
 METRICS = {  # what a row keeps, where the task has it, and its heading
     "success": "success",
@@ -257,4 +258,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

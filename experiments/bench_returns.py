@@ -12,12 +12,12 @@ import statistics
 import time
 
 import numpy as np
-from absl import flags
 
 from experiments import cli
 
-_TOKENS = flags.DEFINE_integer("tokens", 131_072, "tokens of the trajectory", lower_bound=1)
-_REPEATS = flags.DEFINE_integer("repeats", 50, "timed runs of each program", lower_bound=1)
+FLAGS = cli.Flags()
+_TOKENS = FLAGS.integer("tokens", 131_072, "tokens of the trajectory", lower_bound=1)
+_REPEATS = FLAGS.integer("repeats", 50, "timed runs of each program", lower_bound=1)
 
 DISCOUNT, LAMBDA, OBSERVED = 0.999, 0.95, 0.5
 
@@ -99,4 +99,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

@@ -27,6 +27,26 @@ def fail(message: object, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+class Flags:
+    """The flags of one app: `FLAGS.integer("seed", 0, "...")` is `absl.flags.DEFINE_integer` with values of its own.
+
+    So two apps can be imported together and both have a --seed. `run` gives them to absl.
+    """
+
+    def __init__(self) -> None:
+        self.values = flags.FlagValues()
+
+    def __getattr__(self, kind: str) -> Callable[..., flags.FlagHolder]:
+        return functools.partial(getattr(flags, f"DEFINE_{kind}"), flag_values=self.values)
+
+    def take_over(self) -> None:
+        """Makes them the flags of this process, the ones that --help shows."""
+        flags.FLAGS.append_flag_values(self.values)
+        for name in self.values:
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+        self.values.mark_as_parsed()
+
+
 def config_file(default: str | None = None) -> flags.FlagHolder | flags.Flag:
     """Defines --config, locked, once per process however many apps are imported; `.value` is the config."""
     if "config" in flags.FLAGS:
@@ -114,8 +134,9 @@ def parse(argv: list[str]) -> list[str]:
     return rest
 
 
-def run(main: Callable[[list[str]], None]) -> None:
+def run(main: Callable[[list[str]], None], own: Flags) -> None:
     """Runs a command: parses its flags, calls `main`, and turns what it raises into a line and an exit code."""
+    own.take_over()
     app.run(functools.partial(_guarded, main), flags_parser=parse)
 
 

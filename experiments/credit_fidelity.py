@@ -21,17 +21,17 @@ import json
 import pathlib
 import time
 
-from absl import flags
-
 from experiments import cli
 
-_QUICK = flags.DEFINE_boolean("quick", False, "8 seeds and fewer horizons, a few minutes; else 20 seeds, all horizons")
-_WORLDS = flags.DEFINE_list("worlds", [], "worlds to run (default: all)")
-_VARIANTS = flags.DEFINE_list("variants", [], "variants to run, with all their arms (default: all)")
-_SEEDS = flags.DEFINE_integer("seeds", 0, "seeds, 2 or more (default: 8 with --quick, else 20)", lower_bound=0)
-_GROUPS = flags.DEFINE_integer("groups", 16, "groups of 8 rollouts of each seed, at least 2", lower_bound=2)
-_RESULTS = flags.DEFINE_string("results", "experiments/results/credit_fidelity.jsonl", "rows")
-_FIGURE = flags.DEFINE_string("figure", "experiments/results/credit_fidelity.svg", "the figure; '' draws none")
+FLAGS = cli.Flags()
+_QUICK = FLAGS.boolean("quick", False, "8 seeds and fewer horizons, a few minutes; else 20 seeds, all horizons")
+_WORLDS = FLAGS.list("worlds", [], "worlds to run (default: all)")
+_VARIANTS = FLAGS.list("variants", [], "variants to run, with all their arms (default: all)")
+_SEEDS = FLAGS.integer("seeds", 0, "seeds, 2 or more (default: 8 with --quick, else 20)", lower_bound=0)
+_FIRST_SEED = FLAGS.integer("first_seed", 0, "the first of them; others confirm what was seen", lower_bound=0)
+_GROUPS = FLAGS.integer("groups", 16, "groups of 8 rollouts of each seed, at least 2", lower_bound=2)
+_RESULTS = FLAGS.string("results", "experiments/results/credit_fidelity.jsonl", "rows")
+_FIGURE = FLAGS.string("figure", "experiments/results/credit_fidelity.svg", "the figure; '' draws none")
 
 COLUMNS = ("world", "horizon", "variant", "cosine", "95%", "gradient", "sign", "rank", "bias", "variance", "SNR")
 
@@ -112,12 +112,13 @@ def main(_) -> None:
     seeds = _SEEDS.value or (8 if _QUICK.value else 20)
     if seeds < 2:
         raise base.InputError(f"--seeds={seeds}: an interval needs 2 or more")
+    drawn = range(_FIRST_SEED.value, _FIRST_SEED.value + seeds)
     arms = {name: arm for name, arm in fidelity_arms.ARMS.items() if arm.variant in wanted}
     absent = sorted({arm.variant for arm in arms.values()} - set(credit.variants()))
     arms = {name: arm for name, arm in arms.items() if arm.variant not in absent}
     cases = [case for case in fidelity_arms.cases(_QUICK.value) if case.world in worlds]
     started, readings, rows = time.monotonic(), {}, []
-    measure = functools.partial(fidelity_run.measure, arms=arms, seeds=seeds, groups=_GROUPS.value)
+    measure = functools.partial(fidelity_run.measure, arms=arms, seeds=drawn, groups=_GROUPS.value)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:  # one world compiles while another is traced
         for case, found in zip(cases, pool.map(measure, cases), strict=True):
             for arm, per_seed in found.items():
@@ -154,4 +155,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

@@ -14,14 +14,14 @@ stdout ends with one JSON line: traces, tokens, hints, report (the HTML file, wh
 import pathlib
 
 import numpy as np
-from absl import flags
 
 from experiments import cli
 
 _CONFIG = cli.config_file()
-_TRACE = flags.DEFINE_string("trace", None, "JSONL of conversations", required=True)
-_WEIGHTS = flags.DEFINE_string("weights", None, "run folder whose last parameters score (default: config.model as is)")
-_OUT = flags.DEFINE_string("out", None, "folder of report.html (default: runs/explain-<trace>)")
+FLAGS = cli.Flags()
+_TRACE = FLAGS.string("trace", None, "JSONL of conversations", required=True)
+_WEIGHTS = FLAGS.string("weights", None, "run folder whose last parameters score (default: config.model as is)")
+_OUT = FLAGS.string("out", None, "folder of report.html (default: runs/explain-<trace>)")
 
 SHOWN = 20  # rows of the table
 
@@ -84,4 +84,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

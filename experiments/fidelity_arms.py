@@ -162,7 +162,7 @@ ARMS = {
     "vineppo, K = 1": Arm("vineppo", columns=_continuations(1)),
     "vineppo, K = 3": Arm("vineppo", columns=_continuations(3)),
     "vineppo, K = 9": Arm("vineppo", columns=_continuations(9)),
-    "vineppo, K = 256": Arm("vineppo", columns=_continuations(256), longest=20),
+    "vineppo, K = 1024": Arm("vineppo", columns=_continuations(1024), longest=20),
     "spo, K = 9": Arm("spo", columns=_continuations(9), longest=40),
     "hca": Arm("hca", _edges("return"), _outcomes("return", counted=False)),
     "hca, counted": Arm("hca", _edges("return"), _outcomes("return", counted=True)),

@@ -1,7 +1,7 @@
 """Measures the arms of `experiments.credit_fidelity` in one world: credit once per seed, then every measure of it."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,9 @@ from rsi_jax.envs.exact import columns
 from rsi_jax.evals import fidelity
 
 
-def measure(case: Case, arms: Mapping[str, Arm], seeds: int, *, groups: int) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    case: Case, arms: Mapping[str, Arm], seeds: Sequence[int], *, groups: int
+) -> dict[str, list[dict[str, Any]]]:
     """Measures each arm that fits the horizon over seeds: {arm: [readings of a seed]}.
 
     Readings: cosine, sign_accuracy, spearman, bias, variance, snr, confidence (see evals.fidelity), gradient_cosine of
@@ -32,7 +34,7 @@ def measure(case: Case, arms: Mapping[str, Arm], seeds: int, *, groups: int) -> 
         }
 
     found = {name: [] for name in arms}
-    for seed in range(seeds):
+    for seed in seeds:
         kinds = {arm.forked for arm in arms.values()}
         drawn = {forked: fidelity_arms.draw(case, seed, groups=groups, forked=forked) for forked in kinds}
         made = {name: arm.columns(drawn[arm.forked]) for name, arm in arms.items()}

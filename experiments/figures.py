@@ -9,14 +9,11 @@ stdout ends with one JSON line: figure, rows.
 
 import pathlib
 
-from absl import flags
-
 from experiments import cli
 
-_ROWS = flags.DEFINE_string("rows", "experiments/results/ablate_tool_calls.jsonl", "rows of experiments.ablate_arms")
-_FIGURE = flags.DEFINE_string(
-    "figure", "experiments/results/ablate_tool_calls.svg", "the figure; the ending names the format"
-)
+FLAGS = cli.Flags()
+_ROWS = FLAGS.string("rows", "experiments/results/ablate_tool_calls.jsonl", "rows of experiments.ablate_arms")
+_FIGURE = FLAGS.string("figure", "experiments/results/ablate_tool_calls.svg", "the figure; the ending names the format")
 
 # In the order of the figure: how a reader would call the arm. Those of learning rates are added as they are found.
 LABELS = {
@@ -85,4 +82,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

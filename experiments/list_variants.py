@@ -18,13 +18,12 @@ import os
 import re
 from typing import Any
 
-from absl import flags
-
 from experiments import cli
 
-_NAMES = flags.DEFINE_list("names", [], "variants (default: all)")
-_LAWS = flags.DEFINE_list("laws", [], "laws to measure (default: all)")
-_JSON = flags.DEFINE_bool("json", False, "print nothing but the JSON line")
+FLAGS = cli.Flags()
+_NAMES = FLAGS.list("names", [], "variants (default: all)")
+_LAWS = FLAGS.list("laws", [], "laws to measure (default: all)")
+_JSON = FLAGS.bool("json", False, "print nothing but the JSON line")
 
 
 def chosen(wanted: list[str], known: list[str], what: str) -> list[str]:
@@ -114,4 +113,4 @@ def show(rows: list[dict[str, Any]], sentences: dict[str, str], count: int) -> N
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

@@ -27,18 +27,17 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from absl import flags
-
 from experiments import cli, equivalent_mutants, mutants
 
-_ONLY = flags.DEFINE_string("only", "", "module, or module.function, below rsi_jax: credit.group.grpo (default: all)")
-_SAMPLE = flags.DEFINE_integer("sample", 0, "draw so many mutants (0 = all)", lower_bound=0)
-_SEED = flags.DEFINE_integer("seed", 0, "of the draw")
-_JOBS = flags.DEFINE_integer("jobs", os.cpu_count() or 1, "processes that run tests", lower_bound=1)
-_TIMEOUT = flags.DEFINE_float(
+FLAGS = cli.Flags()
+_ONLY = FLAGS.string("only", "", "module, or module.function, below rsi_jax: credit.group.grpo (default: all)")
+_SAMPLE = FLAGS.integer("sample", 0, "draw so many mutants (0 = all)", lower_bound=0)
+_SEED = FLAGS.integer("seed", 0, "of the draw")
+_JOBS = FLAGS.integer("jobs", os.cpu_count() or 1, "processes that run tests", lower_bound=1)
+_TIMEOUT = FLAGS.float(
     "timeout", 300.0, "seconds of processor time after which a mutant counts as caught", lower_bound=1.0
 )
-_OUT = flags.DEFINE_string("out", "runs/mutate_credit/mutants.jsonl", "file of finished mutants")
+_OUT = FLAGS.string("out", "runs/mutate_credit/mutants.jsonl", "file of finished mutants")
 
 ROOT = pathlib.Path(__file__).parents[1]
 CREDIT = ("tests/test_turn_table.py",) + tuple(
@@ -52,7 +51,8 @@ TESTS = {
     "losses": LOSSES,
     "credit": CREDIT,
 }
-SHARED = ("tests/builders.py", "tests/conftest.py")  # what all of them import
+SHARED = ("rsi_jax/credit/examples.py", "tests/conftest.py")  # what all of them import
+TEST_MATERIAL = ("credit.examples", "credit.laws", "credit.rows")  # what tests are made of: not mutated
 # Functions that only make metrics: their numbers are reported and never trained on.
 METRICS = (
     "credit.rewards.report",
@@ -105,7 +105,8 @@ def modules() -> list[str]:
     """Lists the modules that are mutated."""
     paths = [path for name in TESTS for path in sorted((ROOT / "rsi_jax").glob(f"{name}.py"))]
     paths += [path for name in TESTS for path in sorted((ROOT / "rsi_jax" / name).glob("[!_]*.py"))]
-    return [".".join(path.relative_to(ROOT / "rsi_jax").with_suffix("").parts) for path in paths]
+    names = [".".join(path.relative_to(ROOT / "rsi_jax").with_suffix("").parts) for path in paths]
+    return [name for name in names if name not in TEST_MATERIAL]
 
 
 def files_of(module: str) -> tuple[str, ...]:
@@ -273,4 +274,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

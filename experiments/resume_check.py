@@ -33,13 +33,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from absl import flags
-
 from experiments import cli
 
-KILLS = flags.DEFINE_integer("kills", 20, "Trials; each is struck at least once.", lower_bound=1)
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments of the kills; the run's own is --config.seed.")
-PARALLEL = flags.DEFINE_integer("parallel", 2, "Trials at a time.", lower_bound=1)
+FLAGS = cli.Flags()
+KILLS = FLAGS.integer("kills", 20, "Trials; each is struck at least once.", lower_bound=1)
+SEED = FLAGS.integer("seed", 0, "Seed of the moments of the kills; the run's own is --config.seed.")
+PARALLEL = FLAGS.integer("parallel", 2, "Trials at a time.", lower_bound=1)
 cli.config_file()
 
 # Fresh attempts of a trial whose run ended before its first kill.
@@ -348,4 +347,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

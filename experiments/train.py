@@ -4,10 +4,10 @@ python -m experiments.train --config=configs/tool_calls.py
 python -m experiments.train --config=configs/tool_calls.py --config.credit.name=grpo --config.rl.updates=100
 
 The same command continues the same run after a kill, and prints a finished run's result again. Progress goes to stderr.
-stdout ends with one JSON line (null where a task has no such measure): success_before, success_after, invalid_before,
-invalid_after, filler_correct_after, length_before, length_after (tokens per response), perplexity_ratio (after /
-before), hint_gain (before RL), generated_tokens (in training), wall_s (accounted wall time), run_dir, digest (SHA-256
-of the final state).
+stdout ends with one JSON line (null where a task has no such measure): success_before, success_after, return_before,
+return_after (mean per episode), invalid_before, invalid_after, filler_correct_after, length_before, length_after
+(tokens per response), perplexity_ratio (after / before), hint_gain (before RL), generated_tokens (in training), wall_s
+(accounted wall time), run_dir, digest (SHA-256 of the final state).
 """
 
 import pathlib
@@ -17,9 +17,10 @@ from absl import flags
 from experiments import cli
 
 _CONFIG = cli.config_file()
-_RUN_DIR = flags.DEFINE_string("run_dir", None, "run folder (default: runs/<config>-<digest of the effective config>)")
-_FRESH = flags.DEFINE_bool("fresh", False, "delete the run folder and start anew")
-_PROFILE = flags.DEFINE_bool("profile", False, "write a jax.profiler trace of a few steps into <run folder>/profile")
+FLAGS = cli.Flags()
+_RUN_DIR = FLAGS.string("run_dir", None, "run folder (default: runs/<config>-<digest of the effective config>)")
+_FRESH = FLAGS.bool("fresh", False, "delete the run folder and start anew")
+_PROFILE = FLAGS.bool("profile", False, "write a jax.profiler trace of a few steps into <run folder>/profile")
 
 
 def main(_) -> None:
@@ -48,4 +49,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, FLAGS)

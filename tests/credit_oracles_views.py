@@ -15,21 +15,24 @@ def spans(batch):
     return [(int(b), int(start), int(n) if w > 0 else 0) for b, start, n, w in zip(*columns, strict=True)]
 
 
-def on_tokens(batch, name):
-    """The mean over the views of each sampled token of a row that counts, {(row, token): x}. Token 0 has no reading."""
+def on_tokens(batch, reading):
+    """The mean over the views of each sampled token of a row that counts, {(row, token): x}. Token 0 has no reading.
+
+    reading(k, offset, b, t): what view k says of the token; a view of polarity -1 says the opposite.
+    """
     said = {}
     for k, (b, start, n) in enumerate(spans(batch)):
         for offset in range(n):
             t = start + offset
             if batch.rows[b].counts and t in batch.rows[b].tokens and t > 0:
-                said.setdefault((b, t), []).append(batch.column[name][k, offset])
+                said.setdefault((b, t), []).append(batch.views["polarity_K"][k] * reading(k, offset, b, t))
     return {place: mean(values) for place, values in said.items()}
 
 
 def deltas(batch):
     """log T - log S where a teacher was asked."""
-    logp = batch.column["logp_BT"]
-    return {(b, t): said - logp[b, t] for (b, t), said in on_tokens(batch, "view_logp_KU").items()}
+    teacher, student = batch.column["view_logp_KU"], batch.column["logp_BT"]
+    return on_tokens(batch, lambda k, offset, b, t: teacher[k, offset] - student[b, t])
 
 
 def modulated(batch, found, change):
@@ -113,7 +116,8 @@ def opd(batch, *, inner, weight=1.0, clip=0.0):
 
 
 def vopd(batch, *, inner, weight=1.0, clip=0.0):
-    delta, kl = deltas(batch), on_tokens(batch, "view_kl_KU")
+    kls = batch.column["view_kl_KU"]
+    delta, kl = deltas(batch), on_tokens(batch, lambda k, offset, b, t: kls[k, offset])
     more = {place: weight * clipped(x + kl[place], clip or math.inf) for place, x in delta.items()}
     return modulated(batch, inner(batch), lambda a, b, k, t: a + more.get((b, t), 0.0))
 
@@ -139,12 +143,13 @@ def agent_opsd(batch, *, inner, mix=0.5, clip=0.2, discount=0.95, success_return
 
 
 def rlcsd(batch, *, inner, temperature=0.02, beta=1.0, mix=0.5, bound=2.0, threshold=0.02):
-    right, wrong = on_tokens(batch, "view_logp_KU"), on_tokens(batch, "wrong_logp_KU")
+    right, wrong = batch.column["view_logp_KU"], batch.column["wrong_logp_KU"]
+    contrast = on_tokens(batch, lambda k, offset, b, t: right[k, offset] - wrong[k, offset])
 
     def change(a, b, k, t):
-        if (b, t) not in right or a == 0:
+        if (b, t) not in contrast or a == 0:
             return a
-        part = clipped(beta * mix * math.tanh((right[b, t] - wrong[b, t]) / temperature), bound)
+        part = clipped(beta * mix * math.tanh(contrast[b, t] / temperature), bound)
         moved = a + part if abs(part) > threshold else a
         return max(moved, 0.0) if a > 0 else min(moved, 0.0)
 

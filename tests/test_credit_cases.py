@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from rsi_jax import base, credit, losses
-from rsi_jax.credit import rewards
-from tests import builders
-from tests.builders import action, observation, prompt
+from rsi_jax.credit import examples, rewards
+from rsi_jax.credit.examples import action, observation, prompt
 
 
 @functools.cache
@@ -64,7 +63,7 @@ def per_rollout(rollout, name, **knobs):
 
 
 def test_T1_group_baselines():
-    rollout = builders.bandit([1, 0, 0, 0])
+    rollout = examples.bandit([1, 0, 0, 0])
     np.testing.assert_allclose(per_rollout(rollout, "grpo"), [1.499997] + 3 * [-0.499999], atol=1e-6)
     np.testing.assert_allclose(per_rollout(rollout, "rloo"), [1] + 3 * [-1 / 3], atol=1e-6)
     np.testing.assert_allclose(per_rollout(rollout, "dr_grpo"), [0.75] + 3 * [-0.25], atol=1e-6)
@@ -77,14 +76,14 @@ def test_T1_group_baselines():
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "centred_return_to_go"])
 def test_T3_groups_that_agree_give_exactly_zero_and_are_counted(name):
     group = [0] * 6 + [1] * 8 + [2] * 7
-    got = of(builders.bandit([0.3] * 6 + [0.35] * 8 + [0.7] * 7, group=group), name)
+    got = of(examples.bandit([0.3] * 6 + [0.35] * 8 + [0.7] * 7, group=group), name)
     np.testing.assert_array_equal(got.adv_BT, 0.0)
     assert got.metrics["zero_variance_groups"] == 3 and got.metrics["singleton_groups"] == 0
     assert got.metrics["frac_zero_adv"] == 1
 
 
 def test_T3_rounding_is_no_signal_and_a_small_difference_is():
-    rollout = builders.bandit([0.3, 0.3 + 5e-7, 0.3, 0.3 + 1e-4], group=[0, 0, 1, 1])
+    rollout = examples.bandit([0.3, 0.3 + 5e-7, 0.3, 0.3 + 1e-4], group=[0, 0, 1, 1])
     adv = per_rollout(rollout, "grpo")
     np.testing.assert_array_equal(adv[:2], 0.0)
     assert adv[3] > 0.5
@@ -94,7 +93,7 @@ def test_T3_rounding_is_no_signal_and_a_small_difference_is():
     "name", ["grpo", "rloo", "dr_grpo", "maxrl", "opo", "reinforce_pp_baseline", "centred_return_to_go"]
 )
 def test_T4_a_singleton_gives_exactly_zero_in_every_group_estimator(name):
-    got = of(builders.bandit([0.7, 1.0, 0.0], group=[2, 1, 1]), name)
+    got = of(examples.bandit([0.7, 1.0, 0.0], group=[2, 1, 1]), name)
     np.testing.assert_array_equal(got.adv_BT[0], 0.0)
     assert jnp.all(got.adv_BT[1:, 1:] != 0)
     assert got.metrics["singleton_groups"] == 1 and got.metrics["zero_variance_groups"] == 0
@@ -102,21 +101,21 @@ def test_T4_a_singleton_gives_exactly_zero_in_every_group_estimator(name):
 
 def test_T51_the_optimal_baseline_weighs_returns_by_length():
     rows = [[prompt(1), action(1, 1.0)], [prompt(1), action(3, 0.0)]]
-    np.testing.assert_allclose(per_rollout(builders.rollout(rows), "opo"), [0.75, -0.25], atol=1e-6)
-    np.testing.assert_allclose(per_rollout(builders.bandit([1, 0, 0, 0]), "opo"), [0.75] + 3 * [-0.25], atol=1e-6)
+    np.testing.assert_allclose(per_rollout(examples.rollout(rows), "opo"), [0.75, -0.25], atol=1e-6)
+    np.testing.assert_allclose(per_rollout(examples.bandit([1, 0, 0, 0]), "opo"), [0.75] + 3 * [-0.25], atol=1e-6)
 
 
 def test_maximum_likelihood_weighs_a_group_by_how_rare_success_is():
-    rollout = builders.bandit([1] + 7 * [0] + 4 * [1] + 4 * [0], group=8 * [0] + 8 * [1])
+    rollout = examples.bandit([1] + 7 * [0] + 4 * [1] + 4 * [0], group=8 * [0] + 8 * [1])
     want = [7] + 7 * [-1] + 4 * [1] + 4 * [-1]
     np.testing.assert_allclose(per_rollout(rollout, "maxrl"), want, atol=1e-5)
-    got = of(builders.bandit([-1, -2, 1, 0], group=[0, 0, 1, 1]), "maxrl")  # a mean that is not positive has no log
+    got = of(examples.bandit([-1, -2, 1, 0], group=[0, 0, 1, 1]), "maxrl")  # a mean that is not positive has no log
     np.testing.assert_array_equal(got.adv_BT[:2], 0.0)
     assert got.metrics["maxrl_excluded"] == 2 and np.asarray(got.adv_BT)[2:].any()
 
 
 def test_reinforce_pp_scales_the_batch_by_one_number():
-    rollout = builders.bandit([1, 0, 10, 0], group=[0, 0, 1, 1])
+    rollout = examples.bandit([1, 0, 10, 0], group=[0, 0, 1, 1])
     tokens = np.asarray(rollout.mask_BT).sum(axis=1)  # the std is over tokens
     centred, plain = np.array([0.5, -0.5, 5, -5]), np.array([1.0, 0, 10, 0])
     got = per_rollout(rollout, "reinforce_pp_baseline")
@@ -125,59 +124,59 @@ def test_reinforce_pp_scales_the_batch_by_one_number():
     np.testing.assert_allclose(got, (plain - every.mean()) / every.std(ddof=1), rtol=1e-5)
     rows = [[prompt(1), action(1, a), observation(2), action(1, b)] for a, b in ((1.0, 2.0), (0.0, 1.0))]
     togo = np.array([3.0, 2, 1, 1])  # of each turn, in time order
-    adv_BT = np.asarray(of(builders.rollout(rows), "reinforce_pp").adv_BT)
+    adv_BT = np.asarray(of(examples.rollout(rows), "reinforce_pp").adv_BT)
     np.testing.assert_allclose(adv_BT[:, [1, 4]].reshape(-1), (togo - togo.mean()) / togo.std(ddof=1), rtol=1e-5)
 
 
 def test_T5_std_weighs_a_group_by_how_rare_its_outcomes_are():
     for r, std, none in (([1, 0], 0.7071, 0.5), ([1, 0] * 4, 0.9354, 0.5), ([0.51, 0.49], 0.7071, 0.01)):
         signs = np.tile([1, -1], len(r) // 2)
-        rollout = builders.bandit(r)
+        rollout = examples.bandit(r)
         np.testing.assert_allclose(per_rollout(rollout, "grpo"), std * signs, atol=1e-4)
         np.testing.assert_allclose(per_rollout(rollout, "grpo", scale="none"), none * signs, atol=1e-6)
 
 
 def test_T9_singletons_everywhere_are_reported_as_nothing_learned():
-    got = of(builders.bandit([1.0, 0.0, 1.0], group=[0, 1, 2]), "grpo")
+    got = of(examples.bandit([1.0, 0.0, 1.0], group=[0, 1, 2]), "grpo")
     assert got.metrics["frac_zero_adv"] == 1 and got.metrics["singleton_groups"] == 3
 
 
 def test_T10_a_masked_sibling_does_not_shift_the_baseline():
-    rollout = builders.bandit([1.0, 0.0, -100.0], weight=[1, 1, 0])
+    rollout = examples.bandit([1.0, 0.0, -100.0], weight=[1, 1, 0])
     for name, want in (("dr_grpo", 0.5), ("rloo", 1.0), ("centred_return_to_go", 0.5)):
         np.testing.assert_allclose(per_rollout(rollout, name), [want, -want, 0.0], atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_T11_a_reward_that_is_not_finite_is_excluded_and_counted(bad):
-    rollout = builders.bandit([1.0, bad, 0.0])
+    rollout = examples.bandit([1.0, bad, 0.0])
     np.testing.assert_allclose(per_rollout(rollout, "grpo", scale="none"), [0.5, 0, -0.5])
     assert of(rollout, "grpo").metrics["nonfinite_rewards"] == 1
 
 
 def test_T16_and_T48_dynamic_sampling_keeps_the_groups_that_can_teach():
-    rollout = builders.bandit([1.0, 0.0, 1.0, 1.0], group=[0, 0, 1, 1])
+    rollout = examples.bandit([1.0, 0.0, 1.0, 1.0], group=[0, 0, 1, 1])
     keep = rewards.dynamic_sampling_keep(rollout)
     np.testing.assert_array_equal(keep, [True, True, False, False])
     knobs = {"how": "token_mean"}
     diluted = losses.aggregate_weights(rollout.mask_BT, rollout.weight_B, rollout.group_B, **knobs)
     kept = losses.aggregate_weights(rollout.mask_BT, rollout.weight_B, rollout.group_B, signal_B=keep, **knobs)
     np.testing.assert_allclose(kept[:2], 2 * diluted[:2])
-    all_agree = builders.bandit([1.0, 1.0, 0.0, 0.0, np.nan, 1.0], group=[0, 0, 1, 1, 2, 2])
+    all_agree = examples.bandit([1.0, 1.0, 0.0, 0.0, np.nan, 1.0], group=[0, 0, 1, 1, 2, 2])
     assert not rewards.dynamic_sampling_keep(all_agree).any()
 
 
 def test_T38_every_policy_token_carries_the_scalar_whatever_the_widths_and_the_order():
     long = [prompt(1), action(1), observation(3), action(4), observation(1), action(2, 1.0)]
     short = [prompt(5), action(2, 0.0)]
-    rollout = builders.rollout([long, short, short, long], group=[0, 1, 0, 1])
+    rollout = examples.rollout([long, short, short, long], group=[0, 1, 0, 1])
     np.testing.assert_allclose(per_rollout(rollout, "dr_grpo"), [0.5, -0.5, -0.5, 0.5])
 
 
 def test_T40_continuing_keeps_its_credit():
     stops = [prompt(1), action(2, 0.0)]
     goes_on = [prompt(1), action(2, 0.0), observation(1), action(2, 0.5)]
-    rollout = builders.rollout([stops, goes_on, goes_on])
+    rollout = examples.rollout([stops, goes_on, goes_on])
     want = [-1 / 3, 1 / 6, 1 / 6]
     np.testing.assert_allclose(per_rollout(rollout, "dr_grpo"), want, atol=1e-6)
     np.testing.assert_allclose(per_rollout(rollout, "centred_return_to_go"), want, atol=1e-6)
@@ -185,7 +184,7 @@ def test_T40_continuing_keeps_its_credit():
 
 def test_T41_discounted_first_then_centred():
     rows = [[prompt(1), action(1, a), observation(1), action(1, b)] for a, b in ((1.0, 0.0), (0.0, 1.0))]
-    adv_BT = of(builders.rollout(rows), "centred_return_to_go", discount=0.5).adv_BT
+    adv_BT = of(examples.rollout(rows), "centred_return_to_go", discount=0.5).adv_BT
     np.testing.assert_allclose(adv_BT[:, 1], [0.25, -0.25])
     np.testing.assert_allclose(adv_BT[:, 3], [0 - 0.75, 1 - 0.75])
 
@@ -195,7 +194,7 @@ def test_T41_discounted_first_then_centred():
 
 def test_T18_observation_tokens_do_not_advance_time():
     rows = [[action(2), observation(2), action(1, 1.0, finish=base.ENV)]]
-    rollout = builders.rollout(rows, value=[[0.2, 0.4, 0.6]])
+    rollout = examples.rollout(rows, value=[[0.2, 0.4, 0.6]])
     rollout = rollout.replace(value_BT=rollout.value_BT.at[0, 2:4].set(9.0))
     got = of(rollout, "gae", discount=1.0, lambda_=0.5)
     np.testing.assert_allclose(got.adv_BT, [[0.4, 0.4, 0, 0, 0.4]], atol=1e-6)
@@ -207,14 +206,14 @@ def test_T18_a_reward_that_lands_on_an_observation_is_that_of_the_action_before_
     direct = [[action(2, 1.0), observation(5), action(1, finish=base.ENV)]]
     knobs = {"gae": {"discount": 1.0, "lambda_": 0.5}, "turn_gae": {"discount": 0.9, "lambda_": 0.5}}
     for name in ("gae", "turn_gae", "centred_return_to_go"):
-        rollouts = (builders.rollout(rows, value=[[0.2, 0.4, 0.6]]) for rows in (rewarded, direct))
+        rollouts = (examples.rollout(rows, value=[[0.2, 0.4, 0.6]]) for rows in (rewarded, direct))
         a, b = (of(x, name, **knobs.get(name, {})).adv_BT for x in rollouts)
         np.testing.assert_array_equal(a, b)
 
 
 def test_turn_gae_counts_turns_and_not_tokens():
     rows = [[prompt(1), action(3, 0.5), observation(2), action(1, 1.0, discount=0.0, finish=base.ENV)]]
-    rollout = builders.rollout(rows, value=[[0.2, 7.0, 7.0, 0.6]])
+    rollout = examples.rollout(rows, value=[[0.2, 7.0, 7.0, 0.6]])
     got = of(rollout, "turn_gae", discount=0.9, lambda_=0.5)
     last = 1.0 - 0.6
     first = 0.5 + 0.9 * 0.6 - 0.2 + 0.9 * 0.5 * last
@@ -232,7 +231,7 @@ def test_T23_only_running_out_of_tokens_bootstraps(name):
     rows = [row(*end) for end in ends] + [[prompt(1), action(5, 1.0, finish=base.ENV, discount=0.0)]]
     values = [[0.1, 0.2, 0.3, 0.4]] * 4 + [[0.1, 0.2, 0.3, 0.4, 0.5]]
     ends_B = jnp.asarray([0.7, 9.0, 9.0, 9.0, 9.0])
-    got = of(builders.rollout(rows, value=values).replace(end_value_B=ends_B), name, discount=0.9, lambda_=0.5)
+    got = of(examples.rollout(rows, value=values).replace(end_value_B=ends_B), name, discount=0.9, lambda_=0.5)
     start = 0.4 if name == "gae" else 0.3
     last_B = np.asarray(got.adv_BT)[:, 5]
     np.testing.assert_allclose(last_B[0], 1 + 0.9 * 0.7 - start, atol=1e-6)  # the critic after the last token
@@ -241,7 +240,7 @@ def test_T23_only_running_out_of_tokens_bootstraps(name):
 
 
 def test_critic_keeps_its_value_as_target_where_the_reward_is_not_finite():
-    rollout = builders.rollout([[prompt(1), action(2, np.nan)], [prompt(1), action(2, 1.0)]], value=[[0.3, 0.4]] * 2)
+    rollout = examples.rollout([[prompt(1), action(2, np.nan)], [prompt(1), action(2, 1.0)]], value=[[0.3, 0.4]] * 2)
     got = of(rollout, "gae", discount=1.0, lambda_=0.5)
     np.testing.assert_allclose(got.adv_BT, [[0, 0, 0], [0, 0.4, 0.6]], atol=1e-6)
     np.testing.assert_allclose(got.value_target_BT, [[0, 0.3, 0.4], [0, 0.7, 1]], atol=1e-6)
@@ -249,7 +248,7 @@ def test_critic_keeps_its_value_as_target_where_the_reward_is_not_finite():
 
 
 def test_T7_whitened_advantages_have_mean_zero_and_unit_std_over_the_sampled_tokens():
-    rollout = builders.random_rollout(3)
+    rollout = examples.random_rollout(3)
     got = of(rollout, "gae", discount=1.0, lambda_=0.5, scale="std")
     kept = np.asarray(got.adv_BT)[np.asarray(rollout.mask_BT)]
     np.testing.assert_allclose([kept.mean(), kept.std(ddof=1)], [0, 1], atol=1e-5)
@@ -281,7 +280,7 @@ DR_GRPO = credit.find("dr_grpo")[0]
 
 
 def test_view_weights_make_a_mean_over_the_used_views():
-    rollout = builders.bandit([1.0, 0.0, 0.0], tokens=4)
+    rollout = examples.bandit([1.0, 0.0, 0.0], tokens=4)
     rollout = with_views(
         rollout, [(0, 1, 4), (0, 1, 2), (1, 2, 2), (2, 1, 0)], weight=[1, 0, 0.5, 1], polarity=[1, 1, -1, 1]
     )
@@ -295,7 +294,7 @@ def test_view_weights_make_a_mean_over_the_used_views():
 
 def test_feedback_gates():
     spans = [(0, 1, 2), (1, 1, 2), (2, 1, 2), (3, 1, 2), (4, 1, 2)]
-    rollout = builders.bandit([1.0, 0.5, 0.0, 0.0, 0.2], group=[0, 0, 1, 1, 0], weight=[1, 1, 1, 1, 0])
+    rollout = examples.bandit([1.0, 0.5, 0.0, 0.0, 0.2], group=[0, 0, 1, 1, 0], weight=[1, 1, 1, 1, 0])
     rollout = with_views(rollout, spans)
     everyone = of(rollout, "textual_feedback", inner=DR_GRPO)
     np.testing.assert_allclose(everyone.view_weight_K, [0.25] * 4 + [0], atol=1e-7)
@@ -304,7 +303,7 @@ def test_feedback_gates():
     assert below_best.metrics["views_gated"] == 4
     below_number = of(rollout, "textual_feedback", inner=DR_GRPO, failed_only=True, success_return=1.0)
     np.testing.assert_allclose(below_number.view_weight_K, [0, 1 / 3, 1 / 3, 1 / 3, 0], atol=1e-7)
-    not_finite = with_views(builders.bandit([np.nan, 1.0]), [(0, 1, 2), (1, 1, 2)])
+    not_finite = with_views(examples.bandit([np.nan, 1.0]), [(0, 1, 2), (1, 1, 2)])
     gated = of(not_finite, "textual_feedback", inner=DR_GRPO, failed_only=True, success_return=2.0)
     np.testing.assert_allclose(gated.view_weight_K, [0, 1])
     ungated = of(not_finite, "textual_feedback", inner=DR_GRPO)
@@ -312,7 +311,7 @@ def test_feedback_gates():
 
 
 def test_T45_a_batch_without_views_has_no_feedback_and_stays_finite():
-    rollout = with_views(builders.bandit([1.0, 0.0]), [(0, 0, 0), (1, 0, 0)], weight=[0, 0])
+    rollout = with_views(examples.bandit([1.0, 0.0]), [(0, 0, 0), (1, 0, 0)], weight=[0, 0])
     got = of(rollout, "textual_feedback", inner=DR_GRPO)
     np.testing.assert_array_equal(got.view_weight_K, 0.0)
     np.testing.assert_array_equal(got.adv_BT, of(rollout, "dr_grpo").adv_BT)
@@ -321,7 +320,7 @@ def test_T45_a_batch_without_views_has_no_feedback_and_stays_finite():
 
 def test_locator_penalty_lowers_the_sampled_tokens_of_the_located_spans_once():
     rows = [[prompt(1), action(3, 1.0), observation(2), action(2)], [prompt(1), action(3, 0.0)]]
-    rollout = with_views(builders.rollout(rows), [(0, 2, 5), (0, 3, 1), (1, 1, 3)], weight=[1, 1, 0])
+    rollout = with_views(examples.rollout(rows), [(0, 2, 5), (0, 3, 1), (1, 1, 3)], weight=[1, 1, 0])
     got = of(rollout, "locator_penalty", inner=DR_GRPO, penalty=2.0)
     np.testing.assert_allclose(got.adv_BT[0], [0, 0.5, -1.5, -1.5, 0, 0, -1.5, 0.5], atol=1e-6)
     np.testing.assert_allclose(got.adv_BT[1, :4], [0, -0.5, -0.5, -0.5], atol=1e-6)
@@ -331,7 +330,7 @@ def test_locator_penalty_lowers_the_sampled_tokens_of_the_located_spans_once():
 
 
 def test_feedback_refuses_a_second_layer_of_views():
-    rollout = with_views(builders.bandit([1.0, 0.0]), [(0, 1, 2)])
+    rollout = with_views(examples.bandit([1.0, 0.0]), [(0, 1, 2)])
     inner = functools.partial(credit.find("textual_feedback")[0], inner=DR_GRPO)
     with pytest.raises(ValueError, match="inner"):
         credit.find("textual_feedback")[0](rollout, inner=inner)
@@ -343,11 +342,11 @@ def test_feedback_refuses_a_second_layer_of_views():
 def test_overlong_shaping_grows_over_the_buffer():
     lengths = (2, 6, 7, 8, 12)
     rows = [[prompt(3), action(1, 0.25), observation(4), action(n - 1, 1.0)] for n in lengths]
-    shaped = rewards.overlong_shaping(builders.rollout(rows), max_length=8, buffer=2, penalty=0.5)
+    shaped = rewards.overlong_shaping(examples.rollout(rows), max_length=8, buffer=2, penalty=0.5)
     np.testing.assert_allclose(shaped.return_B, 1.25 - np.asarray([0, 0, 0.25, 0.5, 0.5]), atol=1e-6)
     np.testing.assert_allclose(shaped.segments.reward_BS[:, 1], 0.25)
     with pytest.raises(base.InputError, match="buffer"):
-        rewards.overlong_shaping(builders.rollout(rows), max_length=8, buffer=9)
+        rewards.overlong_shaping(examples.rollout(rows), max_length=8, buffer=9)
 
 
 def test_find_gives_functions_with_their_needs():
@@ -380,7 +379,7 @@ def test_find_suggests_the_nearest_name(typo, meant):
     ],
 )
 def test_misuse_names_the_field(name, knobs, says):
-    rollout = builders.complete(builders.random_rollout(0), 0)
+    rollout = examples.complete(examples.random_rollout(0), 0)
     with pytest.raises(base.InputError, match=says):
         credit.find(name)[0](rollout, **knobs)
 
@@ -389,4 +388,4 @@ def test_misuse_names_the_field(name, knobs, says):
 def test_a_missing_column_is_an_error(name):
     knobs = {} if "gae" in name else {"inner": DR_GRPO}
     with pytest.raises(ValueError, match=credit.find(name)[1][0]):
-        credit.find(name)[0](builders.bandit([1.0]), **knobs)
+        credit.find(name)[0](examples.bandit([1.0]), **knobs)

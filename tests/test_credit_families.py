@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rsi_jax import base, credit
-from tests import builders
-from tests.builders import action, observation, prompt
+from rsi_jax.credit import examples
+from rsi_jax.credit.examples import action, observation, prompt
 from tests.test_credit_cases import DR_GRPO, jitted, of, with_views
 
 # --- recurring states ------------------------------------------------------------------------------------------------
@@ -17,7 +17,7 @@ def test_turns_from_one_state_are_compared_whenever_they_come():
     """Hand-computed: state 7 is met at turn 0 of all and again at turn 1 of the first; group 1 has its own state 7."""
     rows = [[prompt(1), action(1, 0.0), observation(1), action(2, r)] for r in (1.0, 0.0, 1.0, 0.0)]
     anchors = [[-1, 7, -1, 7], [-1, 7, -1, 8], [-1, 7, -1, 9], [-1, 7, -1, -1]]
-    rollout = builders.with_anchors(builders.rollout(rows, group=[0, 0, 1, 1]), anchors)
+    rollout = examples.with_anchors(examples.rollout(rows, group=[0, 0, 1, 1]), anchors)
     got = of(rollout, "gigpo", inner=DR_GRPO, omega=2.0, discount=0.5)
     # group 0, state 7: G = .5 (row 0, turn 0), 1 (row 0, turn 1), 0 (row 1): mean .5; group 1, state 7: .5, 0: mean .25
     want = [[0.5 + 0, 0.5 + 1.0], [-0.5 - 1.0, -0.5], [0.5 + 0.5, 0.5], [-0.5 - 0.5, -0.5]]
@@ -30,7 +30,7 @@ def test_turns_from_one_state_are_compared_whenever_they_come():
 
 def test_the_state_group_does_not_mind_one_that_does_not_count():
     rows = [[prompt(1), action(1, r)] for r in (1.0, 0.0, np.nan)]
-    rollout = builders.with_anchors(builders.rollout(rows), [[-1, 3]] * 3)
+    rollout = examples.with_anchors(examples.rollout(rows), [[-1, 3]] * 3)
     got = np.asarray(of(rollout, "gigpo", inner=DR_GRPO).adv_BT)
     np.testing.assert_allclose(got[:, 1], [1.0, -1.0, 0.0], atol=1e-6)
 
@@ -42,7 +42,7 @@ def test_the_state_group_does_not_mind_one_that_does_not_count():
 def test_T52_differences_of_values_telescope_for_any_segmentation(values):
     """One step with γ = 1, λ = 0: A_k = V_k+1 - V_k and V after the end is the return; only a first token is read."""
     turns = [span for _ in values for span in (action(2), observation(1))][:-2]
-    rollout = builders.rollout(
+    rollout = examples.rollout(
         [[prompt(1), *turns, action(2, 1.0, discount=0.0)]], value=[[x for v in values for x in (v, 9.0)]]
     )
     adv_T = np.asarray(of(rollout, "turn_gae", discount=1.0, lambda_=0.0).adv_BT)[0]
@@ -58,19 +58,22 @@ def test_T52_differences_of_values_telescope_for_any_segmentation(values):
 
 def test_delta_is_the_mean_over_the_views_of_a_token_and_lands_on_the_span():
     rows = [[prompt(1), action(3, 1.0)], [prompt(1), action(3, 0.0)]]
-    rollout = with_views(builders.rollout(rows), [(0, 1, 2), (0, 2, 2), (1, 2, 1)], weight=[1, 1, 1])
+    rollout = with_views(examples.rollout(rows), [(0, 1, 2), (0, 2, 2), (1, 2, 1)], weight=[1, 1, 1])
     rollout = rollout.replace(logp_BT=jnp.full((2, 4), -1.0), view_logp_KU=jnp.asarray([[-0.5, -2], [-4, -1], [-3, 9]]))
     knobs = {"inner": DR_GRPO}
     opd = np.asarray(jitted("opd", **knobs)(rollout).adv_BT)
     np.testing.assert_allclose(opd, [[0, 0.5 + 0.5, 0.5 - 2, 0.5 + 0], [0, -0.5, -0.5 - 2, -0.5]], atol=1e-6)
     clipped = np.asarray(jitted("opd", **knobs, clip=1.0, weight=2.0)(rollout).adv_BT)
     np.testing.assert_allclose(clipped, [[0, 0.5 + 1, 0.5 - 2, 0.5], [0, -0.5, -0.5 - 2, -0.5]], atol=1e-6)
+    contrast = rollout.replace(views=rollout.views.replace(polarity_K=jnp.asarray([-1.0, 1.0, 1.0])))
+    opd = np.asarray(jitted("opd", **knobs)(contrast).adv_BT)
+    np.testing.assert_allclose(opd, [[0, 0.5 - 0.5, 0.5 - 1, 0.5 + 0], [0, -0.5, -0.5 - 2, -0.5]], atol=1e-6)
     rlsd = np.asarray(jitted("rlsd", **knobs, mix=1.0)(rollout).adv_BT)
     np.testing.assert_allclose(rlsd, [[0, 0.6, 0.4, 0.5], [0, -0.5, -0.6, -0.5]], atol=1e-6)
 
 
 def test_a_token_that_nothing_stands_before_has_no_reading():
-    rollout = with_views(builders.rollout([[action(2, 1.0)], [action(2, 0.0)]]), [(0, 0, 2)])
+    rollout = with_views(examples.rollout([[action(2, 1.0)], [action(2, 0.0)]]), [(0, 0, 2)])
     rollout = rollout.replace(logp_BT=jnp.full((2, 2), -1.0), view_logp_KU=jnp.asarray([[-0.5, -0.5]]))
     got = of(rollout, "opd", inner=DR_GRPO)
     np.testing.assert_allclose(got.adv_BT, [[0.5, 0.5 + 0.5], [-0.5, -0.5]], atol=1e-6)
@@ -80,7 +83,7 @@ def test_a_token_that_nothing_stands_before_has_no_reading():
 def readings(logp, right, spans, **columns):
     """Two rollouts of one action of two tokens that return 1 and 0, sampled with log-prob `logp`, and read by views."""
     rows = [[prompt(1), action(2, r)] for r in (1.0, 0.0)]
-    rollout = with_views(builders.rollout(rows), spans)
+    rollout = with_views(examples.rollout(rows), spans)
     named = {name: jnp.asarray(x) for name, x in columns.items()}
     return rollout.replace(logp_BT=jnp.full((2, 3), logp), view_logp_KU=jnp.asarray(right), **named)
 
@@ -117,7 +120,7 @@ def test_agent_opsd_weighs_the_turns_that_moved_the_belief_the_way_it_went():
     moves count the other way round: 1 - .463587, 1.5, 1 - .066227.
     """
     turns = [action(1), observation(1), action(2), observation(1)]
-    rollout = builders.rollout([[prompt(1), *turns, action(1, r)] for r in (1.0, 0.0)])
+    rollout = examples.rollout([[prompt(1), *turns, action(1, r)] for r in (1.0, 0.0)])
     rollout = with_views(rollout, [(0, 1, 1), (0, 3, 2), (0, 6, 1), (1, 1, 1), (1, 3, 2), (1, 6, 1)])
     up = -2.0 + np.log(3.0)
     said = [[up, 0.0], [-2.5, -1.5], [up, 0.0]] * 2
@@ -135,7 +138,7 @@ def test_agent_opsd_weighs_the_turns_that_moved_the_belief_the_way_it_went():
 
 def test_sdpo_counts_tokens_of_the_views_that_can_teach():
     """Row 0 succeeded alone in its group: closed. 1 failed, 2 and 3 both succeeded, 4 failed alone: 1 + 3 + 1 + 3."""
-    rollout = builders.bandit([1.0, 0.0, 1.0, 1.0, 0.0], group=[0, 0, 1, 1, 2], tokens=3)
+    rollout = examples.bandit([1.0, 0.0, 1.0, 1.0, 0.0], group=[0, 0, 1, 1, 2], tokens=3)
     rollout = with_views(rollout, [(0, 1, 2), (1, 1, 1), (2, 1, 3), (3, 2, 1), (4, 1, 3)], polarity=[1, 1, 1, -1, 1])
     got = of(rollout, "sdpo", inner=DR_GRPO, weight=0.8)
     np.testing.assert_allclose(got.view_weight_K, [0, 0.1, 0.3, -0.1, 0.3], atol=1e-7)
@@ -148,7 +151,7 @@ def test_sdpo_counts_tokens_of_the_views_that_can_teach():
 
 
 def test_no_gradient_reaches_a_traced_knob():
-    rollout = with_views(builders.bandit([1.0, 0.0]), [(0, 1, 2), (1, 1, 2)])
+    rollout = with_views(examples.bandit([1.0, 0.0]), [(0, 1, 2), (1, 1, 2)])
     rollout = rollout.replace(view_logp_KU=jnp.asarray([[-0.1, -0.2], [-0.3, -3.0]]))
     knobs = {"rlsd": "mix", "opd": "weight", "textual_feedback": "weight", "locator_penalty": "penalty"}
     for name, knob in knobs.items():

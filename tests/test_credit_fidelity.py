@@ -70,7 +70,7 @@ def measured():
     names = ("grpo", "turn_gae, exact critic", "turn_rloo", "mt_grpo", "gigpo, nothing recurs", "vineppo, K = 3")
     hcapo = ("hcapo, no hint, by trajectory", "hcapo, no hint, by policy")
     arms = {name: fidelity_arms.ARMS[name] for name in (*names, "cocoa", "tree_grpo", *hcapo)}
-    return case, fidelity_run.measure(case, arms, 3, groups=8)
+    return case, fidelity_run.measure(case, arms, range(3), groups=8)
 
 
 def test_arms_are_as_far_from_the_truth_as_they_must_be(measured):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from rsi_jax import credit
-from tests import builders, credit_oracles, credit_oracles_turns, credit_oracles_views
+from rsi_jax.credit import examples
+from tests import credit_oracles, credit_oracles_turns, credit_oracles_views
 
 B, T, TURNS, VIEWS, SPAN = 14, 32, 3, 2, 5
 SEEDS = range(8)
@@ -117,9 +118,9 @@ def credits(rollout):
 def random(seed):
     """Host columns of a rollout that has all there is to get wrong."""
     rng = np.random.default_rng([seed, 9])
-    rollout = builders.random_rollout(seed, B=B, T=T, turns=TURNS, truncated=0.4, terminal_reward=seed % 2 == 1)
+    rollout = examples.random_rollout(seed, B=B, T=T, turns=TURNS, truncated=0.4, terminal_reward=seed % 2 == 1)
     group_B = rng.permutation(GROUP).astype(np.int32)
-    rollout = jax.tree.map(np.array, builders.complete(rollout.replace(group_B=group_B), seed, per_rollout=VIEWS))
+    rollout = jax.tree.map(np.array, examples.complete(rollout.replace(group_B=group_B), seed, per_rollout=VIEWS))
     weight_B, segments = np.ones(B, np.float32), rollout.segments
     used_BS = segments.length_BS > 0
     weight_B[rng.choice(np.flatnonzero(group_B == 4))] = 0.0
@@ -134,7 +135,7 @@ def random(seed):
     counted = np.flatnonzero(group_B == 1)
     reward_BS[counted[0], 1] = np.nan
     if seed >= 6:  # all begin in one state, as in a bandit
-        rollout = builders.with_anchors(rollout, 5)
+        rollout = examples.with_anchors(rollout, 5)
         segments = segments.replace(anchor_BS=np.asarray(rollout.segments.anchor_BS))
     segments = segments.replace(reward_BS=reward_BS.astype(np.float32), discount_BS=discount_BS.astype(np.float32))
     missing_BS = rng.random(used_BS.shape) < 0.2
@@ -174,8 +175,15 @@ def with_wider_views(rollout, rng):
 
 
 @functools.cache
-def found(seed):
+def found_together(seed):
     return credits(random(seed))
+
+
+def found(seed, key):
+    """Credit of one case; without jit (experiments.mutate_credit) of that case alone, and anew each time."""
+    if jax.config.jax_disable_jit:
+        return bound(lambda name: credit.find(name)[0], *CASES[key])(random(seed))
+    return found_together(seed)[key]
 
 
 @functools.cache
@@ -220,7 +228,7 @@ def test_variant_equals_its_definition(key):
     name, knobs = CASES[key]
     spoke = False
     for seed in SEEDS:
-        want, got = bound(oracle, name, knobs)(batch(seed)), found(seed)[key]
+        want, got = bound(oracle, name, knobs)(batch(seed)), found(seed, key)
         spoke |= bool(want.adv.any()) or want.views is not None and bool(want.views.any())
         pairs = {"adv": (got.adv_BT, want.adv), "target": (got.value_target_BT, want.target)}
         for column, (x, expected) in (pairs | {"views": (got.view_weight_K, want.views)}).items():

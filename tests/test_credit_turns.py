@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsi_jax import base, credit
-from tests import builders
-from tests.builders import action, observation, prompt
+from rsi_jax.credit import examples
+from rsi_jax.credit.examples import action, observation, prompt
 from tests.test_credit_cases import DR_GRPO, of, per_rollout
 
 CENTRED = credit.find("centred_return_to_go")[0]
@@ -16,7 +16,7 @@ def two_turns(rewards, **knobs):
     """One rollout per pair of rewards: a prompt, an action at token 1, and one at tokens 3 and 4 that ends it."""
     end = {"discount": 0.0, "finish": base.ENV}
     rows = [[prompt(1), action(1, a), observation(1), action(2, b, **end)] for a, b in rewards]
-    return builders.rollout(rows, **knobs)
+    return examples.rollout(rows, **knobs)
 
 
 def by_turn(found):
@@ -31,7 +31,7 @@ def by_turn(found):
 
 def test_T51_the_optimal_token_baseline():
     """W = 1 - 2 * .5 + .5 = .5 and 1 - 2 * .9 + .82 = .02 a token: b = .5 / .52 at every token, R = 1 and 0."""
-    rollout = builders.bandit([1.0, 0.0])
+    rollout = examples.bandit([1.0, 0.0])
     rollout = rollout.replace(
         logp_BT=jnp.log(jnp.asarray([[1, 0.5, 0.5], [1, 0.9, 0.9]])),
         collision_BT=jnp.asarray([[9, 0.5, 0.5], [9, 0.82, 0.82]]),
@@ -42,7 +42,7 @@ def test_T51_the_optimal_token_baseline():
 
 def test_T51_a_rollout_that_has_ended_stays_in_the_baseline_with_nothing_to_come():
     """n = 1: b = .02 / .52; n = 2: the first has ended with W = .5 and G = 0, b = .04 / .54."""
-    rollout = builders.rollout([[prompt(1), action(1, 0.0)], [prompt(1), action(2, 1.0)]])
+    rollout = examples.rollout([[prompt(1), action(1, 0.0)], [prompt(1), action(2, 1.0)]])
     rollout = rollout.replace(
         logp_BT=jnp.log(jnp.asarray([[1, 0.5, 1], [1, 0.9, 0.9]])),
         collision_BT=jnp.asarray([[9, 0.5, 9], [9, 0.82, 0.82]]),
@@ -54,14 +54,14 @@ def test_T51_a_rollout_that_has_ended_stays_in_the_baseline_with_nothing_to_come
 def test_grpo_per_turn_counts_a_rollout_once_for_each_of_its_turns():
     """Three turns of return 1 and one of 0: mean .75, std .5."""
     long = [prompt(1), action(1), observation(1), action(2), observation(1), action(1, 1.0)]
-    rollout = builders.rollout([long, [prompt(1), action(4, 0.0)]])
+    rollout = examples.rollout([long, [prompt(1), action(4, 0.0)]])
     np.testing.assert_allclose(per_rollout(rollout, "grpo", per="turn"), [0.5, -1.5], atol=1e-5)
     np.testing.assert_allclose(per_rollout(rollout, "grpo", per="turn", scale="none"), [0.25, -0.75], atol=1e-6)
 
 
 def test_rae_centres_on_what_it_remembers_after_this_batch():
     """b' = .5 * .4 + .5 * mean(1, 0) = .45; the row of weight 0 does not count."""
-    rollout = builders.bandit([1.0, 0.0, 8.0], weight=[1, 1, 0]).replace(baseline_B=jnp.full(3, 0.4))
+    rollout = examples.bandit([1.0, 0.0, 8.0], weight=[1, 1, 0]).replace(baseline_B=jnp.full(3, 0.4))
     np.testing.assert_allclose(per_rollout(rollout, "rae", decay=0.5), [0.55, -0.45, 0], atol=1e-6)
 
 
@@ -72,7 +72,7 @@ def test_T40_a_baseline_over_those_that_got_as_far_erases_the_signal_for_going_o
     """X stops, Y and Z go on and earn .5. Leave-one-out, X counting 0 at turn 1: -.5; .5 - .25 and .5 - .25."""
     stops = [prompt(1), action(1, 0.0)]
     goes_on = [prompt(1), action(1, 0.0), observation(1), action(2, 0.5)]
-    rollout = builders.rollout([stops, goes_on, goes_on])
+    rollout = examples.rollout([stops, goes_on, goes_on])
     np.testing.assert_allclose(by_turn(of(rollout, "turn_rloo")), [[-0.5, 0], [0.25, 0.25], [0.25, 0.25]], atol=1e-6)
     np.testing.assert_array_equal(of(rollout, "mt_grpo", outcome_weight=0.0).adv_BT, 0.0)
 
@@ -147,7 +147,7 @@ def test_shaping_by_a_potential_sums_to_nothing_and_is_a_baseline_of_what_is_to_
 def test_vapo_bridges_the_length_of_each_rollout_and_its_critic_learns_the_return():
     """α = .5. Four tokens: λ = .5, δ = (0, 0, .5, .5). Two tokens: λ = 0, δ = (.4, .4). γ = 1."""
     rows = [[prompt(1), action(n, 1.0, discount=0.0, finish=base.ENV)] for n in (4, 2)]
-    rollout = builders.rollout(rows, value=[[0, 0, 0, 0.5], [0.2, 0.6]])
+    rollout = examples.rollout(rows, value=[[0, 0, 0, 0.5], [0.2, 0.6]])
     got = of(rollout, "vapo", alpha=0.5)
     np.testing.assert_allclose(got.adv_BT, [[0, 0.1875, 0.375, 0.75, 0.5], [0, 0.4, 0.4, 0, 0]], atol=1e-6)
     np.testing.assert_allclose(got.value_target_BT, [[0, 1, 1, 1, 1], [0, 1, 1, 0, 0]], atol=1e-6)
@@ -159,7 +159,7 @@ def test_a_critic_after_the_last_token_stands_for_what_a_cut_rollout_would_have_
     Ended instead: δ_1 = .1 - .4. As one turn: .1 + .3 - .2, or .1 - .2.
     """
     rows = [[prompt(1), action(2, 0.1, finish=finish)] for finish in (base.LENGTH, base.STOP)]
-    rollout = builders.rollout(rows, value=[[0.2, 0.4]] * 2).replace(end_value_B=jnp.asarray([0.6, 0.6]))
+    rollout = examples.rollout(rows, value=[[0.2, 0.4]] * 2).replace(end_value_B=jnp.asarray([0.6, 0.6]))
     got = of(rollout, "gae", discount=0.5, lambda_=0.5)
     np.testing.assert_allclose(got.adv_BT, [[0, 0, 0], [0, -0.075, -0.3]], atol=1e-6)
     np.testing.assert_allclose(got.value_target_BT, [[0, 0.2, 0.4], [0, 0.125, 0.1]], atol=1e-6)
@@ -175,7 +175,7 @@ def test_T52_vineppo_telescopes():
     spans = [prompt(1), action(1), observation(1), action(2), observation(1), action(1, 1.0)]
     values = np.full((1, 7), np.nan, np.float32)
     values[0, [1, 3, 4, 6]] = [0.5, 0.75, 9.0, 0.25]  # token 4 is inside an action: not read
-    rollout = builders.rollout([spans]).replace(mc_value_BT=jnp.asarray(values))
+    rollout = examples.rollout([spans]).replace(mc_value_BT=jnp.asarray(values))
     got = np.asarray(of(rollout, "vineppo").adv_BT)[0, [1, 3, 4, 6]]
     np.testing.assert_allclose(got, [0.25, -0.5, -0.5, 0.75], atol=1e-6)
     np.testing.assert_allclose(got[[0, 1, 3]].sum(), 1.0 - 0.5, atol=1e-6)
@@ -188,7 +188,7 @@ def test_T52_vineppo_telescopes():
 
 def test_T52_spo_credits_the_stretches_between_its_cuts_where_there_was_a_choice():
     """Cuts at tokens 0 and 2 of .5 and .8, then 1 is earned: .3, .3, .2, .2; token 1 was sampled with .95."""
-    rollout = builders.rollout([[action(4, 1.0)]])
+    rollout = examples.rollout([[action(4, 1.0)]])
     rollout = rollout.replace(
         logp_BT=jnp.log(jnp.asarray([[0.5, 0.95, 0.89, 0.1]])),
         mc_value_BT=jnp.asarray([[0.5, jnp.nan, 0.8, jnp.nan]]),
@@ -199,7 +199,7 @@ def test_T52_spo_credits_the_stretches_between_its_cuts_where_there_was_a_choice
 
 def test_tree_grpo_sums_the_tree_and_the_task():
     """R = 1, 0 in one tree and 1, 1 in another: ±.5, ±.5 and 0, 0; of the group, mean .75 and std .5."""
-    rollout = builders.bandit([1.0, 0.0, 1.0, 1.0]).replace(tree_B=jnp.asarray([0, 0, 1, 1]))
+    rollout = examples.bandit([1.0, 0.0, 1.0, 1.0]).replace(tree_B=jnp.asarray([0, 0, 1, 1]))
     want = [0.5 + 0.25, -0.5 - 0.75, 0.25, 0.25]
     np.testing.assert_allclose(per_rollout(rollout, "tree_grpo", scale="none"), want, atol=1e-6)
     want = [ROOT_HALF + 0.5, -ROOT_HALF - 1.5, 0.5, 0.5]

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from rsi_jax import base, credit, losses
-from rsi_jax.credit import rewards
+from rsi_jax.credit import examples, rewards
+from rsi_jax.credit.examples import action, observation, prompt
 from rsi_jax.feedback.locate import Finding
 from rsi_jax.losses import spread
 from rsi_jax.train import diagnostics
-from tests import builders
-from tests.builders import action, observation, prompt
 from tests.test_credit_cases import with_views
 
 # --- how values are spread -------------------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ def test_a_ratio_beyond_a_bound_is_clipped_where_the_sign_makes_the_bound_bind(s
 
 def test_groups_whose_std_is_below_the_floor_are_counted_unless_they_agree():
     """Stds of the groups: .071, .71, 0, .035, and one row alone."""
-    rollout = builders.bandit([0, 0.1, 0, 1, 0.5, 0.5, 0, 0.05, 1], group=[0, 0, 1, 1, 2, 2, 3, 3, 4])
+    rollout = examples.bandit([0, 0.1, 0, 1, 0.5, 0.5, 0, 0.05, 1], group=[0, 0, 1, 1, 2, 2, 3, 3, 4])
     silent = jnp.zeros_like(rollout.logp_BT)
     for floor, count in ((0.0, 0), (0.05, 1), (0.1, 2), (1.0, 3)):
         assert rewards.report(rollout, silent, std_floor=floor)["std_floor_groups"] == count
@@ -96,7 +95,7 @@ def test_groups_whose_std_is_below_the_floor_are_counted_unless_they_agree():
 
 
 def test_rows_of_weight_zero_are_a_share_of_the_batch():
-    rollout = builders.bandit([1, 0, 1, 0], weight=[1, 1, 0, 1])
+    rollout = examples.bandit([1, 0, 1, 0], weight=[1, 1, 0, 1])
     assert rewards.report(rollout, jnp.zeros_like(rollout.logp_BT))["masked_rows"] == 0.25
 
 
@@ -104,7 +103,7 @@ def test_hint_coverage_is_the_share_of_trained_tokens_in_used_spans():
     """8 trained tokens and 4 of weight 0; spans of 2, of 1 within it, of 4 in the dead row, of 1 of weight 0."""
     rows = [[prompt(1), action(4, r)] for r in (1.0, 0.0, 0.0)]
     views = [(0, 1, 2), (0, 2, 1), (2, 1, 4), (1, 1, 1)]
-    rollout = with_views(builders.rollout(rows, weight=[1, 1, 0]), views, weight=[1, 1, 1, 0])
+    rollout = with_views(examples.rollout(rows, weight=[1, 1, 0]), views, weight=[1, 1, 1, 0])
     rollout = rollout.replace(view_logp_KU=jnp.full((4, 4), -1.0))
     inner = credit.find("dr_grpo")[0]
     for name in ("textual_feedback", "locator_penalty", "rlsd", "opd"):
@@ -120,7 +119,7 @@ def transcript(*turns: tuple[int, dict]) -> base.Transcript:
 
 
 def test_lengths_per_turn_and_per_rollout_and_the_mass_that_the_support_kept():
-    rollout = builders.rollout([[prompt(1), action(2), observation(1), action(4)], [prompt(2), action(6)]])
+    rollout = examples.rollout([[prompt(1), action(2), observation(1), action(4)], [prompt(2), action(6)]])
     kept = np.where(np.asarray(rollout.mask_BT), [[0.5], [1.0]], 0.0)
     found = diagnostics.sampled(
         rollout.replace(kept_mass_BT=jnp.asarray(kept)), [transcript((2, {}), (4, {})), transcript((6, {}))]

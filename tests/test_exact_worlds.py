@@ -55,7 +55,7 @@ def test_every_world_is_found_by_its_name_and_a_misspelt_one_is_named():
         exact.make("umbrela_chain")
     with pytest.raises(base.InputError, match="key_to_door needs at least 2, got 1"):
         exact.make("key_to_door", horizon=1)
-    with pytest.raises(base.InputError, match="known: jsonl, questions, tool_calls"):
+    with pytest.raises(base.InputError, match="known: jsonl, maze, questions, tool_calls"):
         envs.find("exact")  # a policy there is a table, no language model
 
 

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsi_jax import base, feedback
+from rsi_jax.credit import examples
 from rsi_jax.feedback import hints, locate, views
-from tests import builders, tiny
+from tests import tiny
 
 TEMPLATES = hints.Templates(
     by_rule={"failed_tool_call": "reminder {tools}", "malformed_call": "reminder", "long_answer": ""},
@@ -185,10 +186,10 @@ def test_a_prompt_without_a_listing_and_a_task_without_a_right_answer_are_named(
 
 
 def add(hint="template", batch=BATCH, policy=None, **sizes):
-    rows = [[builders.prompt(3), builders.action(2), builders.observation(3), builders.action(2)]] * len(batch)
+    rows = [[examples.prompt(3), examples.action(2), examples.observation(3), examples.action(2)]] * len(batch)
     sizes = {"per_rollout": 2, "hint_tokens": 80, "branch_tokens": 84} | sizes
     writing = feedback.Writing(locate.find(RULES), hint, TEMPLATES, policy=policy, **sizes)
-    return feedback.add(builders.rollout(rows, T=16), batch, tiny.CHAT, writing, seed="s")
+    return feedback.add(examples.rollout(rows, T=16), batch, tiny.CHAT, writing, seed="s")
 
 
 def test_views_stand_where_the_findings_are():

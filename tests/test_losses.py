@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsi_jax import base, losses
+from rsi_jax.credit import examples
 from rsi_jax.losses import policy
-from tests import builders
 
 ONE_GROUP = functools.partial(jnp.zeros, dtype=jnp.int32)
 T50_RATIOS = jnp.asarray([[2.0, 0.5, 5.0, 1.1]])
@@ -136,8 +136,8 @@ def _loss(logp, *, old, adv, mask, weight, **knobs):
 
 
 def test_T24_the_last_policy_token_has_a_gradient():
-    rollout = builders.rollout(
-        [[builders.prompt(2), builders.action(3, 1.0), builders.observation(2), builders.action(2)]]
+    rollout = examples.rollout(
+        [[examples.prompt(2), examples.action(3, 1.0), examples.observation(2), examples.action(2)]]
     )
     weight = aggregate_weights(rollout.mask_BT, rollout.weight_B, rollout.group_B)
     grad = jax.grad(lambda x: _loss(x, old=x, adv=jnp.ones((1, 9)), mask=rollout.mask_BT, weight=weight)[0])(
@@ -147,8 +147,8 @@ def test_T24_the_last_policy_token_has_a_gradient():
 
 
 def test_T39_first_completion_token_aligned_after_prompts_of_different_lengths():
-    rows = [[builders.prompt(3), builders.action(2)], [builders.prompt(7), builders.action(2)]]
-    rollout = builders.rollout(rows)
+    rows = [[examples.prompt(3), examples.action(2)], [examples.prompt(7), examples.action(2)]]
+    rollout = examples.rollout(rows)
     old = rollout.logp_BT
     logp = old.at[0, 3].add(0.1).at[1, 7].add(0.1)
     log_ratio = log_ratio_of(logp, old, rollout.mask_BT)
@@ -235,7 +235,7 @@ def test_T16_groups_without_signal_can_leave_the_denominator():
 @settings(max_examples=20)
 @given(st.integers(0, 10**6))
 def test_T13_any_partition_sums_to_the_whole_in_loss_and_gradient(seed):
-    rollout = builders.random_rollout(seed, B=6, T=14, groups=3, masked=0.2)
+    rollout = examples.random_rollout(seed, B=6, T=14, groups=3, masked=0.2)
     rng = np.random.default_rng(seed)
     logp = rollout.logp_BT + rng.normal(size=(6, 14)).astype(np.float32) * 0.3
     adv = rng.normal(size=(6, 14)).astype(np.float32)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rsi_jax import losses
+from rsi_jax.credit import examples
 from rsi_jax.losses import aggregate
-from tests import builders
 
 MASK = jnp.asarray([[True, True, False], [True, False, False]])
 WEIGHT = jnp.asarray([[0.5, 0.25, 0.0], [0.25, 0.0, 0.0]])
@@ -80,7 +80,7 @@ def test_the_reference_is_not_trained(estimator):
 
 
 def test_a_reward_that_is_charged_carries_no_gradient():
-    rollout = builders.random_rollout(0, B=2, T=14)
+    rollout = examples.random_rollout(0, B=2, T=14)
 
     def total(logp_BT):
         return jnp.sum(losses.kl_in_reward(rollout.replace(logp_BT=logp_BT), coef=0.1).segments.reward_BS)

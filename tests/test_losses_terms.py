@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsi_jax import base, losses
-from tests import builders
+from rsi_jax.credit import examples
 
 
 def mask_of(*lengths, T=None):
@@ -89,7 +89,7 @@ def test_kl_stays_finite_far_away_and_always_pulls_back(estimator):
 
 
 def test_T19_kl_in_reward_reads_nothing_off_mask():
-    rollout = builders.random_rollout(0)
+    rollout = examples.random_rollout(0)
     charged = losses.kl_in_reward(rollout, coef=0.1)
     want = rollout.return_B - 0.1 * jnp.sum(rollout.logp_BT - rollout.ref_logp_BT, axis=1)
     np.testing.assert_allclose(charged.return_B, want, atol=1e-5)
@@ -118,6 +118,9 @@ def test_value_loss_and_its_clip():
     (clipped, sums), grad = jax.value_and_grad(clipped_loss, has_aux=True)(value)
     np.testing.assert_allclose(clipped, 0.25 * (1.8**2 + 1.0), rtol=1e-6)
     assert sums["value_clipped"] == 1
+    _, ratios = losses.policy_loss(value, old, target, mask, weight)
+    assert losses.summarise(ratios | sums)["value_clip_fraction"] == 0.5
+    assert "value_clip_fraction" not in losses.summarise(ratios)
     np.testing.assert_allclose(grad, [[0.0, -0.5, 0.0]], atol=1e-6)
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from rsi_jax import base, credit, rollout, sample
+from rsi_jax.credit import examples
 from rsi_jax.envs import maze
 from rsi_jax.evals import maze_exact
 from rsi_jax.model import chat, tokenizer
-from tests import builders, tiny
+from tests import tiny
 
 ENV = maze.make()
 UNIFORM = maze_exact.wandering(1.0)
@@ -287,18 +288,18 @@ def sampled_group(policy: np.ndarray, values: maze_exact.Values, seed: int, size
     rng, turns = np.random.default_rng(seed), ENV.max_turns
     rows, anchors, adv = [], np.full((size, 2 * turns + 1), base.NO_ANCHOR), np.zeros((size, turns))
     for b in range(size):
-        (state, _), row, done = ENV.reset(seed), [builders.prompt(1)], False
+        (state, _), row, done = ENV.reset(seed), [examples.prompt(1)], False
         while not done:
             n, t = maze_exact.INDEX[state.cell], state.step
             a = rng.choice(len(maze_exact.TEXTS), p=policy[n])
             adv[b, t] = values.q[t, n, a] - values.value[t, n]
             state, reply = ENV.step(state, maze_exact.TEXTS[a], base.STOP)
             done, anchors[b, len(row)] = reply.done, reply.anchor
-            row.append(builders.action(1, reply.reward, discount=0.0 if done else 1.0))
-            row += [] if done else [builders.observation(1)]
+            row.append(examples.action(1, reply.reward, discount=0.0 if done else 1.0))
+            row += [] if done else [examples.observation(1)]
         rows.append(row)
-    made = builders.rollout(rows, T=2 * turns + 1, S=2 * turns + 1)
-    return builders.with_anchors(made, anchors), adv
+    made = examples.rollout(rows, T=2 * turns + 1, S=2 * turns + 1)
+    return examples.with_anchors(made, anchors), adv
 
 
 def test_the_step_term_of_gigpo_tells_the_true_advantage():

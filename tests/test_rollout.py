@@ -101,6 +101,16 @@ def test_T24_the_stop_token_is_sampled_and_masked_and_where_the_hint_may_stand(p
         assert answered == tiny.CHAT.encode(turn.shown[-1]["content"])  # the word template has no assistant header
 
 
+def test_T21_the_reward_hears_what_the_policy_sampled_and_nothing_else(played):
+    made, transcripts = played
+    mask_BT = np.asarray(made.mask_BT)
+    for row, turn in turns_of(transcripts):
+        at = np.arange(CAPACITY)
+        own = mask_BT[row] & (at >= turn.start) & (at < turn.start + turn.length)
+        said = [token for token in made.tokens_BT[row, own].tolist() if token != tiny.CHAT.stop_id]
+        assert turn.info["heard"] == tiny.CHAT.tokenizer.decode(said)
+
+
 def test_T33_sampled_log_probs_are_those_of_whole_rows_after_an_update_too():
     for seed in (0, 5):  # every batch starts from an empty cache
         params = tiny.talker(SAMPLER.config, seed)

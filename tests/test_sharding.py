@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rsi_jax import base, optim, sharding
+from rsi_jax.credit import examples
 from rsi_jax.feedback import schedule
 from rsi_jax.model import transformer
 from rsi_jax.train import lm, update
-from tests import builders, tiny
+from tests import tiny
 
 CONFIG = tiny.config(heads=2, kv_heads=1, value_head=True)
 B, T = 8, 16
@@ -59,8 +60,8 @@ def test_an_lm_update_on_rows_over_data_and_fsdp():
 
 
 def test_an_rl_update_with_views_over_every_axis():
-    rollout = builders.random_rollout(0, B=B, T=T, turns=3)
-    views = builders.random_views(0, rollout, per_rollout=2).replace(branch=8)
+    rollout = examples.random_rollout(0, B=B, T=T, turns=3)
+    views = examples.random_views(0, rollout, per_rollout=2).replace(branch=8)
     credit = base.Credit(rollout.logp_BT + 1.0, rollout.value_BT, views.weight_K, base.Divergence("forward_kl"))
     objective = update.Objective(span=4, teacher="ema", teacher_rate=0.5)
     step = functools.partial(update.make_update, CONFIG, objective, OPTIMIZER)

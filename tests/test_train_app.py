@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from configs import default
 from experiments import cli
@@ -30,9 +31,11 @@ def app(*flags: str) -> subprocess.CompletedProcess:
     return python("-m", "experiments.train", *flags)
 
 
-@pytest.mark.parametrize("module", ["experiments.train", "experiments.explain", "experiments.cli"])
-def test_a_command_imports_no_jax_before_its_flags_are_read(module):
-    done = python("-c", f"import sys, {module}; assert not {{'jax', 'rsi_jax'}} & set(sys.modules)")
+def test_the_commands_can_be_imported_together_and_import_no_jax_before_their_flags_are_read():
+    files = sorted((ROOT / "experiments").glob("*.py"))
+    apps = [f"experiments.{path.stem}" for path in files if "cli.run(main" in path.read_text()]
+    assert "experiments.train" in apps
+    done = python("-c", f"import sys, {', '.join(apps)}; assert not {{'jax', 'rsi_jax'}} & set(sys.modules)")
     assert done.returncode == 0, done.stderr
 
 
@@ -212,8 +215,8 @@ RESULTS = {
 
 def test_the_json_line(tmp_path):
     line = present.line(present.store(tmp_path, RESULTS), tmp_path)
-    keys = "success_before success_after invalid_before invalid_after filler_correct_after length_before length_after "
-    keys += "perplexity_ratio hint_gain generated_tokens wall_s run_dir digest"
+    keys = "success_before success_after return_before return_after invalid_before invalid_after filler_correct_after "
+    keys += "length_before length_after perplexity_ratio hint_gain generated_tokens wall_s run_dir digest"
     assert list(line) == keys.split()
     assert line["success_after"] == 0.75 and line["hint_gain"] == 0.4 and line["wall_s"] == 3.5
     assert line["perplexity_ratio"] == 1.25 and line["generated_tokens"] == 70
@@ -320,8 +323,26 @@ def assert_diagnosed(lines):
     assert curves.OTHER not in titles
 
 
-def test_a_tiny_run_is_stopped_and_continued(tmp_path, monkeypatch):
-    config = tiny(tmp_path)
+@pytest.fixture
+def kept_programs(tmp_path):
+    """What a test compiles twice is compiled once."""
+
+    def configure(values):
+        compilation_cache.reset_cache()  # jax asks only once whether there is a cache
+        for name, value in values.items():
+            jax.config.update(name, value)
+
+    wanted = {"jax_enable_compilation_cache": True, "jax_compilation_cache_dir": str(tmp_path / "programs")}
+    wanted["jax_persistent_cache_min_compile_time_secs"] = 0.1
+    before = {name: getattr(jax.config, name) for name in wanted}
+    configure(wanted)
+    yield
+    configure(before)
+
+
+@pytest.mark.usefixtures("kept_programs")
+def test_T47_a_tiny_run_is_stopped_and_continued_to_the_same_bits(tmp_path, monkeypatch):
+    config = tiny(tmp_path / "struck")
     one_device = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
     monkeypatch.setattr(setup.sharding, "make_mesh", one_device)  # eight virtual ones take turns on the cores
     folder = present.open_folder(config, name="tiny")
@@ -346,6 +367,9 @@ def test_a_tiny_run_is_stopped_and_continued(tmp_path, monkeypatch):
     line = present.line(present.store(folder, results), folder)
     assert line["success_before"] is not None and line["generated_tokens"] > 0 and len(line["digest"]) == 64
     assert present.finished(folder)["digest"] == line["digest"]
+    alone = tiny(tmp_path / "alone")
+    unbroken = train.run(alone, present.open_folder(alone, name="tiny"), defaults=default.get_config())
+    assert unbroken["digest"] == line["digest"]
     page = (folder / "report.html").read_text()
     assert "Not finished" not in page and "reminder tools" in page
     before, after = (samples.read(folder, name) for name in (samples.BEFORE, samples.AFTER))

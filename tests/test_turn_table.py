@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsi_jax import base, credit
-from rsi_jax.credit import rewards, turns
-from tests import builders
-from tests.builders import Span, action, observation, prompt
+from rsi_jax.credit import examples, rewards, turns
+from rsi_jax.credit.examples import Span, action, observation, prompt
 
 
 def tables(rollout):
@@ -29,8 +28,8 @@ def with_junk(rollout):
 def test_the_table_of_a_rollout_that_ran_out_of_tokens():
     early = Span(base.PROMPT, 2, 5.0)  # a reward before the first action is nobody's
     late = [observation(2, 0.25, discount=0.5), action(2, 1.0, discount=0.9, finish=base.LENGTH), observation(1, 0.5)]
-    rollout = builders.rollout([[early, action(3, 0.5), *late]], S=8)
-    rollout = with_junk(builders.with_anchors(rollout, [[-1, 4, -1, 6, -1, -1, -1, -1]]))
+    rollout = examples.rollout([[early, action(3, 0.5), *late]], S=8)
+    rollout = with_junk(examples.with_anchors(rollout, [[-1, 4, -1, 6, -1, -1, -1, -1]]))
     table = tables(rollout)
     np.testing.assert_array_equal(table.used_S[0], [True, True] + 6 * [False])
     np.testing.assert_array_equal(table.first_S[0, :2], [2, 7])
@@ -43,7 +42,7 @@ def test_the_table_of_a_rollout_that_ran_out_of_tokens():
 def test_only_the_last_turn_ends_a_rollout():
     cut = action(1, 1.0, discount=0.8, finish=base.LENGTH)
     rows = [[prompt(1), cut, observation(1), action(2, 2.0)], [prompt(1), action(1), observation(1), cut]]
-    table = tables(builders.rollout(rows))
+    table = tables(examples.rollout(rows))
     np.testing.assert_allclose(table.discount_S[:, :2], [[0.8, 0.0], [1.0, 0.8]])
     np.testing.assert_array_equal(table.used_S[:, :3], [[True, True, False]] * 2)
 
@@ -53,12 +52,12 @@ def test_tokens_get_the_value_of_their_turn():
 
 
 def test_dynamic_sampling_leaves_out_what_does_not_count():
-    rollout = builders.bandit([1.0, 0.0, 0.5, np.nan], weight=[1, 1, 0, 1])
+    rollout = examples.bandit([1.0, 0.0, 0.5, np.nan], weight=[1, 1, 0, 1])
     np.testing.assert_array_equal(rewards.dynamic_sampling_keep(rollout), [True, True, False, False])
 
 
 def test_overlong_shaping_takes_from_the_last_action_only():
-    rollout = with_junk(builders.rollout([[prompt(1), action(4, 1.0), observation(1), action(4), observation(2)]], S=7))
+    rollout = with_junk(examples.rollout([[prompt(1), action(4, 1.0), observation(1), action(4), observation(2)]], S=7))
     shaped = rewards.overlong_shaping(rollout, max_length=8, buffer=2, penalty=0.5)
     np.testing.assert_allclose(shaped.segments.reward_BS, [[0, 1.0, 0, -0.5, 0, 50, 50]])
 
@@ -68,8 +67,8 @@ def test_overlong_shaping_takes_from_the_last_action_only():
 
 def step_advantages(returns, group, anchors, **knobs):
     """A_step of one-turn rollouts that begin with their action, with a segment table of just one row."""
-    rollout = builders.rollout([[action(1, r)] for r in returns], group=group)
-    rollout = builders.with_anchors(rollout, np.asarray(anchors)[:, None])
+    rollout = examples.rollout([[action(1, r)] for r in returns], group=group)
+    rollout = examples.with_anchors(rollout, np.asarray(anchors)[:, None])
     silent = functools.partial(credit.find("reinforce")[0], baseline="none")
     found = credit.find("gigpo")[0](rollout, inner=silent, **knobs)
     return np.asarray(found.adv_BT)[:, 0] - np.asarray(returns, np.float32)

@@ -11,9 +11,10 @@ import optax
 import pytest
 
 from rsi_jax import annotate, base, losses, optim
+from rsi_jax.credit import examples
 from rsi_jax.feedback import schedule
-from rsi_jax.train import loop, rl, update
-from tests import builders, tiny
+from rsi_jax.train import diagnostics, loop, rl, update
+from tests import tiny
 
 CONFIG = tiny.config(value_head=True, tied=False)
 PARAMS, OTHER = tiny.params(CONFIG, 0), tiny.params(CONFIG, 1)
@@ -34,8 +35,8 @@ RARE = 63  # a word of no rollout
 
 def draw(seed, rows=B, **knobs):
     """Rollouts with views, scored by the policy itself, and the credit of their spans and rewards."""
-    rollout = builders.random_rollout(seed, B=rows, T=T, turns=3, **knobs)
-    views = builders.random_views(seed, rollout, per_rollout=PER, hint_tokens=4).replace(branch=4 + U + 2)
+    rollout = examples.random_rollout(seed, B=rows, T=T, turns=3, **knobs)
+    views = examples.random_views(seed, rollout, per_rollout=PER, hint_tokens=4).replace(branch=4 + U + 2)
     logp, _ = annotate.score_rollout(PARAMS, rollout, config=CONFIG)
     rollout = rollout.replace(logp_BT=logp, views=views)
     rng = np.random.default_rng(seed)
@@ -232,15 +233,15 @@ def knobs(epochs=1, parts=1, seed=0):
 
 def test_minibatches_hold_every_rollout_once_an_epoch_with_its_views():
     rows = 8
-    rollout = builders.random_rollout(0, B=rows, T=T)
+    rollout = examples.random_rollout(0, B=rows, T=T)
     rollout = rollout.replace(tokens_BT=rollout.tokens_BT.at[:, 0].set(jnp.arange(rows)))
-    views = builders.random_views(0, rollout, per_rollout=PER, unused=0.0)
+    views = examples.random_views(0, rollout, per_rollout=PER, unused=0.0)
     rollout = jax.tree.map(np.asarray, rollout.replace(views=views.replace(source_K=jnp.arange(rows * PER))))
     credit = base.Credit(np.asarray(rollout.logp_BT) * 2, None, np.arange(rows * PER, dtype=np.float32))
     for parts in (2, 4):
         seen = []
-        for part, scores in rl.minibatches(rollout, credit, knobs(2, parts), 3):
-            mine = part.tokens_BT[:, 0]
+        for part, scores, mine in rl.minibatches(rollout, credit, knobs(2, parts), 3):
+            np.testing.assert_array_equal(mine, part.tokens_BT[:, 0])
             seen += mine.tolist()
             assert part.tokens_BT.shape == (rows // parts, T) and part.views.rollout_K.shape == (rows // parts * PER,)
             np.testing.assert_array_equal(part.segments.length_BS, rollout.segments.length_BS[mine])
@@ -249,19 +250,29 @@ def test_minibatches_hold_every_rollout_once_an_epoch_with_its_views():
             np.testing.assert_array_equal(scores.view_weight_K, part.views.source_K)
             np.testing.assert_array_equal(part.views.hint_KN, rollout.views.hint_KN[part.views.source_K])
         assert sorted(seen[:rows]) == sorted(seen[rows:]) == list(range(rows)) and seen[:rows] != seen[rows:]
-    again = [part.tokens_BT[:, 0].tolist() for part, _ in rl.minibatches(rollout, credit, knobs(1, 4), 3)]
+    again = [part.tokens_BT[:, 0].tolist() for part, _, _ in rl.minibatches(rollout, credit, knobs(1, 4), 3)]
     assert sum(again, []) == seen[:rows]  # drawn from (seed, step, epoch) alone
     (only,) = rl.minibatches(rollout, credit, knobs(), 0)
-    assert only[0] is rollout
+    assert only[0] is rollout and only[2].tolist() == list(range(rows))
+
+
+def test_the_updates_on_a_batch_are_logged_as_their_mean_and_a_bad_row_is_one_of_the_batch():
+    updates = [
+        {"policy_loss": 1.0, "ratio_max": 3.0, "tokens": 9, "bad_row": -1},
+        {"policy_loss": 2.0, "ratio_max": 2.0, "tokens": 5, "bad_row": 1},
+    ]
+    found = diagnostics.over_updates(updates, [np.array([0, 3]), np.array([1, 2])])
+    assert found == {"policy_loss": 1.5, "ratio_max": 3.0, "bad_row": 2.0}
+    assert diagnostics.over_updates(updates[:1], [np.array([0, 3])])["bad_row"] == -1
 
 
 def test_prompt_mean_counts_the_prompts_of_a_minibatch():
     rows = 8
-    rollout = builders.rollout([[builders.prompt(1), builders.action(2)]] * rows, group=np.arange(rows) // 2)
+    rollout = examples.rollout([[examples.prompt(1), examples.action(2)]] * rows, group=np.arange(rows) // 2)
     rollout = jax.tree.map(np.asarray, rollout)
     credit = base.Credit(np.zeros_like(rollout.logp_BT))
     objective = update.Objective(aggregation="prompt_mean")
-    for part, _ in rl.minibatches(rollout, credit, knobs(1, 4), 0):
+    for part, _, _ in rl.minibatches(rollout, credit, knobs(1, 4), 0):
         weight = np.asarray(update.token_weights(jax.tree.map(jnp.asarray, part), objective))
         np.testing.assert_allclose(weight.sum(), 1.0, rtol=1e-6)
 

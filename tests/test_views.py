@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsi_jax import annotate, base
+from rsi_jax.credit import examples
 from rsi_jax.feedback import teacher as teacher_lib
 from rsi_jax.feedback import views as views_lib
 from rsi_jax.kernels.divergence.api import NAMES
 from rsi_jax.train import update
-from tests import builders, tiny
+from tests import tiny
 
 CONFIG = tiny.config(logit_soft_cap=5.0)
 B, T, PER, N, U = 4, 20, 2, 5, 4
@@ -27,7 +28,7 @@ PARAMS, OTHER = tiny.params(CONFIG, 0), tiny.params(CONFIG, 1)
 def draw_views(seed, rollout, *, unused=0.2, empty=False, before=False) -> base.Views:
     """Views on whole actions, hints anywhere before them. empty: no hint tokens. before: at least one token between."""
     rng = np.random.default_rng(seed)
-    views = builders.random_views(seed, rollout, per_rollout=PER, hint_tokens=N, unused=unused)
+    views = examples.random_views(seed, rollout, per_rollout=PER, hint_tokens=N, unused=unused)
     start = np.asarray(views.span_start_K)
     insert_at = [rng.integers(0, max(s - before, 0) + 1) for s in start]
     views = views.replace(insert_at_K=jnp.asarray(insert_at, jnp.int32), branch=BRANCH)
@@ -35,7 +36,7 @@ def draw_views(seed, rollout, *, unused=0.2, empty=False, before=False) -> base.
 
 
 def draw(seed, **knobs):
-    rollout = builders.random_rollout(seed, B=B, T=T)
+    rollout = examples.random_rollout(seed, B=B, T=T)
     return rollout.replace(views=draw_views(seed, rollout, **knobs), value_BT=None)
 
 
@@ -115,7 +116,7 @@ def test_T37_sentinel_every_span_token_stands_right_behind_the_state_that_predic
 @jax.jit
 def log_probs(params, tokens, length):
     """Log-probs of the next word at every place of whole rows, with the cap and the temperature inside."""
-    rollout = builders.rollout([[builders.prompt(1)]] * K, T=T + N, S=1)
+    rollout = examples.rollout([[examples.prompt(1)]] * K, T=T + N, S=1)
     segments = rollout.segments.replace(length_BS=length[:, None])
     states = annotate.hidden_states(params, CONFIG, rollout.replace(tokens_BT=tokens, segments=segments))
     logits = states @ params["embed"]["embedding"].T

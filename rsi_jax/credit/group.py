@@ -1,7 +1,8 @@
 """Credit from returns alone: the baseline is the group, the batch, the past, or nothing.
 
 Shared rules: a rollout counts if its weight is > 0 and its return finite, others get 0 and shift no baseline. A group
-whose returns agree to 1e-6, or with one counted rollout, gives exactly 0. R is the undiscounted sum of rewards and
+whose returns agree to 1e-6, or with one counted rollout, gives exactly 0. R is the undiscounted sum of rewards, the
+return-to-go G_k = r_k + γ d_k G_{k+1} has the environment's discounts d_k (and γ = 1 where there is no such knob), and
 every sampled token of every turn gets its rollout's advantage, unless said otherwise.
 """
 

@@ -2,6 +2,7 @@
 
 `hcapo` reads the policy itself, told how the rollout ended; `hca` and `cocoa` read a learned model of the action given
 the state and the class of an outcome. Where knowing the outcome changes nothing, the action earned nothing.
+What `hca` and `cocoa` sum from a turn on has the environment's discounts.
 """
 
 import jax

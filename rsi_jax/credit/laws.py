@@ -326,17 +326,18 @@ def limit(seed: int) -> Deviations:
     value_BT = base.given(rollout.mc_value_BT, "mc_value_BT")
     value_BT = jnp.where(examples.first_tokens(rollout), value_BT, jnp.nan)
     rollout = rollout.replace(mc_value_BT=value_BT, tree_B=jnp.arange(B, dtype=jnp.int32))
-    wanted = {name: row for name, row in ROWS.items() if row.limit and name in names()}
+    return {name: gap(_advantages(a), _advantages(b)) for name, (a, b) in _with_limits(rollout).items()}
 
-    @jax.jit
-    def both(rollout):
-        pairs = {}
-        for name, row in wanted.items():
+
+@jax.jit
+def _with_limits(rollout: base.Rollout) -> dict[str, tuple[base.Credit, base.Credit]]:
+    """Each variant at its neutral knobs, and what it is then."""
+    pairs = {}
+    for name, row in ((name, ROWS[name]) for name in names()):
+        if row.limit:
             simpler = bound(row.inner if row.limit == "inner" else row.limit, **row.limit_knobs)
             pairs[name] = bound(name, **row.neutral)(rollout), simpler(rollout)
-        return pairs
-
-    return {name: gap(_advantages(a), _advantages(b)) for name, (a, b) in both(rollout).items()}
+    return pairs
 
 
 def _wrapped(name: str, found: Found, rollout: base.Rollout) -> base.Credit:

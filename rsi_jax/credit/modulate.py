@@ -2,7 +2,8 @@
 
 δ_t = log T(y_t) - log S(y_t): what the teacher (the policy with the hint) thinks of a sampled token beyond what the
 student thought when it sampled it. It is known on the spans of views, the mean over the views of a token where there
-are several; elsewhere it is 0 and the advantage is `inner`'s.
+are several, each with its polarity as sign (what a contrast likes is blamed); elsewhere it is 0 and the advantage is
+`inner`'s.
 """
 
 import jax
@@ -191,17 +192,19 @@ def rlcsd(
             f"{temperature}, {beta}, {bound}, {threshold}"
         )
     credit, delta_BT, known_BT = _inner_and_delta(rollout, inner)
-    right_BT, _ = _on_tokens(rollout, base.given(rollout.view_logp_KU, "view_logp_KU"))
-    wrong_BT, _ = _on_tokens(rollout, base.given(rollout.wrong_logp_KU, "wrong_logp_KU"))
-    contrast_BT = jnp.tanh(masked.zero(right_BT - wrong_BT, known_BT) / temperature)
-    part_BT = jnp.clip(beta * mix * contrast_BT, -bound, bound)
+    wrong_KU = base.given(rollout.wrong_logp_KU, "wrong_logp_KU")
+    contrast_BT, _ = _on_tokens(rollout, base.given(rollout.view_logp_KU, "view_logp_KU") - wrong_KU)
+    part_BT = jnp.clip(beta * mix * jnp.tanh(contrast_BT / temperature), -bound, bound)
     adv_BT = credit.adv_BT + masked.zero(part_BT, jnp.abs(part_BT) > threshold)
     sign_BT = jnp.sign(credit.adv_BT)
     return _credit(rollout, credit, sign_BT * jnp.maximum(sign_BT * adv_BT, 0.0), delta_BT, known_BT)
 
 
 def _on_tokens(rollout: base.Rollout, x_KU: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A column of span tokens on the tokens themselves, the mean over the views of each; and where it is known."""
+    """A column of span tokens on the tokens themselves, the mean over the views of each; and where it is known.
+
+    A view of polarity -1 counts with the other sign.
+    """
     views = base.given(rollout.views, "views")
     T, offset_U = rollout.tokens_BT.shape[1], jnp.arange(x_KU.shape[1])
     at_KU = views.span_start_K[:, None] + offset_U
@@ -209,7 +212,7 @@ def _on_tokens(rollout: base.Rollout, x_KU: jax.Array) -> tuple[jax.Array, jax.A
     place = (jnp.broadcast_to(views.rollout_K[:, None], at_KU.shape), jnp.where(used_KU, at_KU, T))
     zero_BT = jnp.zeros(rollout.tokens_BT.shape, jnp.float32)
     count_BT = zero_BT.at[place].add(used_KU.astype(jnp.float32), mode="drop")
-    total_BT = zero_BT.at[place].add(masked.zero(x_KU, used_KU), mode="drop")
+    total_BT = zero_BT.at[place].add(masked.zero(x_KU * views.polarity_K[:, None], used_KU), mode="drop")
     known_BT = (count_BT > 0) & rewards.counted_BT(rollout)
     return jax.lax.stop_gradient(masked.zero(total_BT / jnp.maximum(count_BT, 1.0), known_BT)), known_BT
 
@@ -217,9 +220,11 @@ def _on_tokens(rollout: base.Rollout, x_KU: jax.Array) -> tuple[jax.Array, jax.A
 def _inner_and_delta(rollout: base.Rollout, inner: base.CreditFn) -> tuple[base.Credit, jax.Array, jax.Array]:
     """What `inner` says; δ_BT, 0 where it is not known; where it is known."""
     rewards.check(rollout, "views", "view_logp_KU")
-    teacher_BT, known_BT = _on_tokens(rollout, base.given(rollout.view_logp_KU, "view_logp_KU"))
-    delta_BT = masked.zero(teacher_BT - rollout.logp_BT, known_BT)
-    return inner(rollout), jax.lax.stop_gradient(delta_BT), known_BT
+    views, teacher_KU = base.given(rollout.views, "views"), base.given(rollout.view_logp_KU, "view_logp_KU")
+    at_KU = views.span_start_K[:, None] + jnp.arange(teacher_KU.shape[1])
+    student_KU = rollout.logp_BT.at[views.rollout_K[:, None], at_KU].get(mode="clip")
+    delta_BT, known_BT = _on_tokens(rollout, teacher_KU - student_KU)
+    return inner(rollout), delta_BT, known_BT
 
 
 def _credit(rollout, credit: base.Credit, adv_BT, delta_BT, known_BT) -> base.Credit:

@@ -1,7 +1,8 @@
 """Credit from rollouts that were sampled for it: continuations from states of a rollout, and trees of rollouts.
 
 mc_value_BT holds, before some sampled tokens, the mean return of fresh continuations from there: an unbiased value
-without a critic. Between two such places a < b the credit is r_a + ... + V_b - V_a, and after the last one V = 0.
+without a critic. Between two such places a < b the credit is r_a + ... + V_b - V_a, and after the last one V = 0, also
+where a budget cut the rollout off.
 """
 
 import jax

@@ -143,7 +143,7 @@ def _off_policy_sums(log_ratio_BT: jax.Array, clipped_BT: jax.Array, mask_BT: ja
 
 
 def summarise(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Finishes the off-policy sums of `policy_loss` into metrics, over all micro-batches.
+    """Finishes the sums of `policy_loss`, and of `value_loss` where there is one, into metrics over all micro-batches.
 
     Args:
       sums: scalars of one micro-batch, or stacked over micro-batches (what lax.scan returns).
@@ -157,13 +157,17 @@ def summarise(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       ratio_mean, ratio_max
       ratio_p01, ratio_p50, ratio_p99  quantiles, to 1% of their value within [0.08, 13] (see `spread`)
       ess                 (Σ r)² / (n Σ r²), in (0, 1]: effective share of the samples; 1 on-policy, 0 of nothing
+      value_clip_fraction share of the critic's tokens whose gradient was cut; only with a critic
     """
     sums = dict(sums)
     spread_2N = jnp.sum(sums.pop("log_ratio_histogram").reshape(-1, 2, spread.BINS), axis=0)
     total = {name: jnp.max(x) if name == "ratio_max" else jnp.sum(x) for name, x in sums.items()}
     quantiles = {f"ratio_p{q:02}": jnp.exp(spread.quantile(spread_2N, q / 100)) for q in (1, 50, 99)}
     per_token = aggregate.reciprocal(total["tokens"])
-    return {
+    critic = {}
+    if "value_tokens" in total:
+        critic["value_clip_fraction"] = total["value_clipped"] * aggregate.reciprocal(total["value_tokens"])
+    return critic | {
         "tokens": total["tokens"],
         "clip_fraction": total["clipped"] * per_token,
         "clip_fraction_high": total["clipped_high"] * per_token,

@@ -183,7 +183,7 @@ class Archive:
         """
         if not self._swept:
             for path in self.folder.glob("columns/**/*.__lock"):
-                path.unlink()
+                path.unlink(missing_ok=True)  # the failed writer itself may still be clearing up
         self._swept = True
 
     def _write(self, index: dict[str, Any], columns: dict[str, np.ndarray]) -> None:

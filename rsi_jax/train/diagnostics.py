@@ -1,6 +1,6 @@
-"""What a batch of rollouts says before any loss: lengths, the sampler's support, and whether the rules found faults."""
+"""What is logged of a batch: its lengths, the sampler's support, whether the rules found faults; and its updates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -33,3 +33,19 @@ def located(transcripts: Sequence[base.Transcript], findings: Sequence[locate.Fi
     infos = [transcripts[finding.row].turns[finding.turn].info for finding in findings]
     known = [not info["correct"] for info in infos if "right" in info]
     return {"feedback/located_precision": float(np.mean(known))} if known else {}
+
+
+def over_updates(measured: Sequence[Mapping[str, float]], rows: Sequence[np.ndarray]) -> dict[str, float]:
+    """Joins the metrics of all updates on one batch: their mean, of `ratio_max` the largest.
+
+    `bad_row`, the first rollout whose loss was not finite, becomes a row of the batch (-1 = none). `tokens` is left
+    out: an epoch or a part of the batch says nothing of how many the batch has.
+
+    Args:
+      measured: what each update returned.
+      rows: the rollouts of the batch that each update read.
+    """
+    found = {name: float(np.mean([one[name] for one in measured])) for name in measured[0] if name != "tokens"}
+    found["ratio_max"] = max(float(one["ratio_max"]) for one in measured)
+    bad = [read[int(one["bad_row"])] for one, read in zip(measured, rows, strict=True) if one["bad_row"] >= 0]
+    return found | {"bad_row": float(bad[0]) if bad else -1.0}

@@ -195,6 +195,8 @@ def line(results: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     return {
         "success_before": before.get("success"),
         "success_after": after.get("success"),
+        "return_before": before.get("return"),
+        "return_after": after.get("return"),
         "invalid_before": before.get("invalid"),
         "invalid_after": after.get("invalid"),
         "filler_correct_after": after.get("filler_correct"),

@@ -60,17 +60,20 @@ def take(rollout: base.Rollout, credit: base.Credit | None, rows: np.ndarray) ->
 
 
 def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int):
-    """Yields epochs * minibatches parts; rows are shuffled between epochs only when there is more than one part."""
+    """Yields epochs * minibatches parts, each with the rows of the batch that it holds.
+
+    Rows are shuffled between epochs only when there is more than one part.
+    """
     B, parts = rollout.tokens_BT.shape[0], config.rl.minibatches
     for epoch in range(config.rl.epochs):
         if parts == 1:
-            yield rollout, credit
+            yield rollout, credit, np.arange(B)
             continue
         order = np.random.default_rng([config.seed, step, epoch]).permutation(B)
         for rows in np.split(order, parts):
-            part, scores = take(rollout, credit, np.sort(rows))
+            part, scores = take(rollout, credit, rows := np.sort(rows))
             group_B = np.unique(np.asarray(part.group_B), return_inverse=True)[1].astype(np.int32)  # ids in [0, rows)
-            yield part.replace(group_B=group_B), scores
+            yield part.replace(group_B=group_B), scores, rows
 
 
 class Trainer:
@@ -278,12 +281,15 @@ class Trainer:
         self.keep_rollouts(rollout, transcripts, step)
         if any(text for _, text in written) and not samples.exists(self.run.folder, samples.FIRST_HINTED):
             self.keep_batch(samples.FIRST_HINTED, self.last, state)
+        measured, read = [], []
         with ledger.phase("train"):
-            for part, scores in minibatches(rollout, credit, self.config, step):
+            for part, scores, rows in minibatches(rollout, credit, self.config, step):
+                ledger.add(trained=int(np.sum(part.length_B)))
                 part, scores = sharding.put_rows((part, scores), self.parts.mesh)
-                state, measured = self.update(state, part, scores)
-                ledger.add(trained=int(np.sum(rollout.length_B)) // self.config.rl.minibatches)
-            scalars |= jax.device_get(measured)
+                state, found = self.update(state, part, scores)
+                measured.append(found)
+                read.append(rows)
+            scalars |= diagnostics.over_updates(jax.device_get(measured), read)
         success = scalars.get("train/success", scalars["reward"])
         aux = schedule.learn(state.aux, jnp.float32(success)) | learned
         return state.replace(aux=aux), scalars
@@ -304,7 +310,8 @@ class Trainer:
             row, column = np.unravel_index(gap_BT.argmax(), gap_BT.shape)
             raise ParityError(
                 f"the sampler's log-probs differ from the trainer's by {worst:.2g} nats (rollout {row}, token "
-                f"{column}; rl.parity_tol={self.config.rl.parity_tol}): refusing to train"
+                f"{column}; rl.parity_tol={self.config.rl.parity_tol}): refusing to train. A sampler that is meant to "
+                "differ needs a higher rl.parity_tol and an rl.correction"
             )
 
     def enough(self, state: base.TrainState) -> bool:

@@ -136,7 +136,7 @@ def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base
         )
         sums["value_loss"] = value
         loss += o.value_coef * value
-        ratios = ratios | {f"value_{name}": x for name, x in value_sums.items()}
+        ratios = ratios | value_sums
     row_B = jnp.sum(jnp.where(mask_BT, logp_BT, 0.0), axis=1)  # names the sample when a loss is not finite
     return loss, (sums, ratios, row_B)
 
