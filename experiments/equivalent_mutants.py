@@ -39,7 +39,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "the column that stands at T is cut off at the end, and what is added there is dropped",
     ),
     (
-        "credit.critic.gae",
+        "credit.critic._token_gae",
         "last_S = jnp.where(table.used_S, table.last_S, T)",
         "last_S = (table.last_S)",
         "an unused turn has reward 0 and discount 1: it changes nothing at whatever token it stands",
@@ -55,12 +55,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         'return jax.lax.stop_gradient(masked.zero(base.given(rollout.value_BT, "value_BT"), rollout.mask_BT))',
         "return (masked.zero(base.given(rollout.value_BT, 'value_BT'), rollout.mask_BT))",
         "what leaves the variant is stopped again in _credit",
-    ),
-    (
-        "credit.modulate._inner_and_delta",
-        "return inner(rollout), jax.lax.stop_gradient(delta_BT), known_BT",
-        "return inner(rollout), (delta_BT), known_BT",
-        "the advantages that are made of it are stopped again in _credit",
     ),
     (
         "credit.modulate._credit",
@@ -86,13 +80,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "base.NO_ANCHOR)).reshape(-1)",
         "known_N = ((rewards.counted_B(rollout)[:, None]) & (table.anchor_S != base.NO_ANCHOR)).reshape(-1)",
         "a turn that is not used has no anchor",
-    ),
-    (
-        "credit.anchor.gigpo",
-        "signal_N = known_N & (masked.group_spread(togo_N, *places) > masked.SPREAD)",
-        "signal_N = (masked.group_spread(togo_N, *places) > masked.SPREAD)",
-        "the turns of one state are all known or all unknown, but for rollouts that do not count: they get "
-        "0 two lines on",
     ),
     (
         "credit.critic._values",
@@ -126,22 +113,22 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "weighted_sum masks the loss, and the log-probs that get a gradient are masked",
     ),
     (
-        "credit.modulate._inner_and_delta",
+        "credit.modulate._on_tokens",
         "used_KU = (views.weight_K > 0)[:, None] & (offset_U < views.span_length_K[:, None]) & (at_KU > 0) "
         "& (at_KU < T)",
         "used_KU = ((views.weight_K > 0)[:, None] & (offset_U < views.span_length_K[:, None]) & (at_KU > 0))",
         "what lands at T or beyond is dropped",
     ),
     (
-        "credit.modulate._inner_and_delta",
+        "credit.modulate._on_tokens",
         "place = (jnp.broadcast_to(views.rollout_K[:, None], at_KU.shape), jnp.where(used_KU, at_KU, T))",
         "place = (jnp.broadcast_to(views.rollout_K[:, None], at_KU.shape), (at_KU))",
         "what is not used adds a count of 0 and a log-prob of 0",
     ),
     (
-        "credit.modulate._inner_and_delta",
-        'total_BT = zero_BT.at[place].add(masked.zero(view_logp_KU, used_KU), mode="drop")',
-        'total_BT = zero_BT.at[place].add((view_logp_KU), mode="drop")',
+        "credit.modulate._on_tokens",
+        'total_BT = zero_BT.at[place].add(masked.zero(x_KU * views.polarity_K[:, None], used_KU), mode="drop")',
+        'total_BT = zero_BT.at[place].add((x_KU * views.polarity_K[:, None]), mode="drop")',
         "what is not used goes to T, where it is dropped",
     ),
     (
