@@ -45,8 +45,13 @@ FEW, SOME, MANY, MOST = (f"vineppo, K = {k}" for k in (1, 3, 9, 1024))
 SILENT = "hcapo, no hint, by trajectory"
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim("many continuations are near the truth", Reading(MOST, "tool_not_found", 16), 0.95),
-    Claim("many continuations are near the truth", Reading(MOST, "active_tmaze", 10), 0.95),
+    *(
+        Claim(
+            "many continuations are near the truth where only the policy is random", Reading(MOST, world, horizon), 0.95
+        )
+        for world, horizon in (("tool_not_found", 16), ("discounting_chain", 20), ("stopping", 8))
+    ),
+    _versus("and keep the luck of the environment, which cocoa does not", "cocoa", MOST, "key_to_door", 13),
     *_falls("grpo", "key_to_door", (13, 33, 103)),
     *_falls("grpo", "umbrella_chain", (10, 40)),
     *_falls("grpo", "tool_not_found", (16, 32)),
