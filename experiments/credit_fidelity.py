@@ -8,7 +8,9 @@ For each world, horizon and seed: draws a policy and groups of 8 rollouts, asks 
 compares it with the true advantage of each sampled token: cosine, sign accuracy, rank correlation (Spearman), bias,
 variance, signal-to-noise; and the policy gradient it makes with the exact one, by rollouts and by sampled tokens, those
 of continuations and of learning hindsight counted. Seeds are the unit of every interval (Student, 95%). The knobs of
-every arm stand in experiments/fidelity_arms.py: no division by a std, γ = 1, mt_grpo without its outcome term.
+every arm stand in experiments/fidelity_arms.py: γ = 1, no division by a std but in reinforce_pp, mt_grpo without its
+outcome term. No arm: gae (a turn is one token, so it is turn_gae), dr_grpo (it is grpo without the std), igpo (there is
+no answer to expect) and what reads hinted views (there are no hints).
 
 The claims of experiments/fidelity_claims.py were written before the run; one that fails is printed as failed.
 A variant that this build does not have is left out, and named. Rows go to --results, anew every run; --figure is drawn

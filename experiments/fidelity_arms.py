@@ -94,6 +94,14 @@ def _continuations(count: int):
     return made
 
 
+def _judge(drawn: Drawn) -> Made:
+    return columns.with_judge(drawn.sample, drawn.case.tables, drawn.logits), 0
+
+
+def _expected(drawn: Drawn) -> Made:
+    return columns.with_baseline(drawn.sample, drawn.case.tables, drawn.logits), 0
+
+
 def _collisions(drawn: Drawn) -> Made:
     return columns.with_collisions(drawn.sample, drawn.case.tables, drawn.logits), 0
 
@@ -148,6 +156,11 @@ ARMS = {
     "reinforce": Arm("reinforce"),
     "grpo": Arm("grpo", lambda case: {"scale": "none"}),
     "rloo": Arm("rloo"),
+    "rae": Arm("rae", columns=_expected),
+    "maxrl": Arm("maxrl"),
+    "opo": Arm("opo"),
+    "reinforce_pp": Arm("reinforce_pp"),
+    "reinforce_pp_baseline": Arm("reinforce_pp_baseline"),
     "otb": Arm("otb", columns=_collisions),
     "centred_return_to_go": Arm("centred_return_to_go"),
     "turn_rloo": Arm("turn_rloo"),
@@ -156,9 +169,12 @@ ARMS = {
     "gigpo, nothing recurs": Arm(
         "gigpo", lambda case: {"inner": _group(case), "discount": 1.0}, _nothing_recurs, changed=("segments",)
     ),
+    "prm, exact judge": Arm("prm", lambda case: {"inner": _group(case)}, _judge),
+    "pbrs, exact judge": Arm("pbrs", lambda case: {"inner": credit.find("centred_return_to_go")[0]}, _judge),
     "tree_grpo": Arm("tree_grpo", lambda case: {"scale": "none"}, forked=True),
     "turn_gae, exact critic": Arm("turn_gae", lambda case: {"discount": 1.0, "lambda_": 0.95}, _critic(0.0)),
     "turn_gae, critic off by 0.3": Arm("turn_gae", lambda case: {"discount": 1.0, "lambda_": 0.95}, _critic(0.3)),
+    "vapo, critic off by 0.3": Arm("vapo", columns=_critic(0.3)),
     "vineppo, K = 1": Arm("vineppo", columns=_continuations(1)),
     "vineppo, K = 3": Arm("vineppo", columns=_continuations(3)),
     "vineppo, K = 9": Arm("vineppo", columns=_continuations(9)),

@@ -242,6 +242,17 @@ def test_the_other_columns_stand_on_the_sampled_tokens():
     p = exact.policy(world, logits)[np.arange(world.horizon), 0, 0]
     collision_BT = np.asarray(columns.with_collisions(sample, world, logits).collision_BT)
     assert np.allclose(collision_BT[:, 1:], np.where(mask_BT[:, 1:], p**2 + (1 - p) ** 2, 0), atol=1e-6)
+    # A judge who knows values is a critic that speaks a turn later; nothing is to come after the last.
+    judge_BS = np.asarray(columns.with_judge(sample, world, logits).judge_BS)
+    value_BT = np.asarray(columns.with_values(sample, world, logits).value_BT)
+    turn_BS = np.arange(judge_BS.shape[1])
+    for b, row_T in enumerate(value_BT):
+        said_N = row_T[mask_BT[b]]
+        assert np.allclose(
+            judge_BS[b], np.where(turn_BS < len(said_N) - 1, np.roll(np.resize(said_N, len(turn_BS)), -1), 0)
+        )
+    baseline_B = np.asarray(columns.with_baseline(sample, world, logits).baseline_B)
+    assert np.allclose(baseline_B, exact.values(world, logits).v_HN[0, 0]) and world.start_N[0] == 1
     # Who ended in "stopped" did so by its last action; who knows the end knows that action for certain.
     hindsight_BT = np.asarray(columns.with_hindsight(sample, world, logits).hindsight_logp_BT)
     turns_B = mask_BT.sum(1)

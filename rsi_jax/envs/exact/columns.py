@@ -41,6 +41,22 @@ def with_values(sample: Sample, world: World, logits, *, noise: float = 0.0, see
     return sample.rollout.replace(value_BT=value_BT, end_value_B=jnp.asarray(end_B, jnp.float32))
 
 
+def with_judge(sample: Sample, world: World, logits) -> base.Rollout:
+    """Adds judge_BS: a judge who knows the value V_{t+1}(s) of the state that each turn led to; 0 after the last."""
+    v_HN = worlds.values(world, logits).v_HN
+    played_BH, state_BH = np.asarray(sample.path.played_BH), np.asarray(sample.path.state_BH)
+    H = state_BH.shape[1]
+    judge_BS = np.zeros(sample.rollout.segments.length_BS.shape, np.float32)
+    judge_BS[:, : H - 1] = np.where(played_BH, v_HN[np.arange(H), state_BH], 0.0)[:, 1:]
+    return sample.rollout.replace(judge_BS=jnp.asarray(judge_BS))
+
+
+def with_baseline(sample: Sample, world: World, logits) -> base.Rollout:
+    """Adds baseline_B: what a running mean of returns comes to under this policy, its expected return."""
+    expected = float(world.start_N @ worlds.values(world, logits).v_HN[0])
+    return sample.rollout.replace(baseline_B=jnp.full(len(sample.path.state_BH), expected, jnp.float32))
+
+
 def with_continuations(
     sample: Sample, world: World, logits, key: jax.Array, *, count: int, asked_BH=None
 ) -> tuple[base.Rollout, int]:
