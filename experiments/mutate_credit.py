@@ -49,6 +49,8 @@ TESTS = {
     "masked": ("tests/test_masked.py",),
     "returns": ("tests/test_returns.py",),
     "losses": LOSSES,
+    "losses.correction": ("tests/test_losses_correction.py", *LOSSES),
+    "losses.spread": ("tests/test_diagnostics.py", *LOSSES),
     "credit": CREDIT,
 }
 SHARED = ("rsi_jax/credit/examples.py", "tests/conftest.py")  # what all of them import

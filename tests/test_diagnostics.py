@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,6 +57,14 @@ def test_the_mean_of_the_largest_share(share, mean):
 def test_nothing_has_no_quantile_and_no_top():
     none = losses.histogram(jnp.full((1, 2), jnp.nan), jnp.zeros((1, 2), bool), *losses.ENTROPY)
     assert losses.quantile(none, 0.5) == losses.top_mean(none, 0.2) == 0.0
+
+
+def test_what_is_logged_of_values_trains_nothing():
+    def logged(x):
+        made = losses.histogram(x, jnp.ones_like(x, bool), *losses.ENTROPY)
+        return losses.top_mean(made, 0.5) + losses.quantile(made, 0.5)
+
+    np.testing.assert_array_equal(jax.grad(logged)(jnp.asarray([[1.0, 2.0, 3.0]])), 0.0)
 
 
 # --- policy drift ----------------------------------------------------------------------------------------------------
