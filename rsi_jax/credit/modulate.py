@@ -221,8 +221,8 @@ def _inner_and_delta(rollout: base.Rollout, inner: base.CreditFn) -> tuple[base.
     """What `inner` says; δ_BT, 0 where it is not known; where it is known."""
     rewards.check(rollout, "views", "view_logp_KU")
     views, teacher_KU = base.given(rollout.views, "views"), base.given(rollout.view_logp_KU, "view_logp_KU")
-    at_KU = views.span_start_K[:, None] + jnp.arange(teacher_KU.shape[1])
-    student_KU = rollout.logp_BT.at[views.rollout_K[:, None], at_KU].get(mode="clip")
+    at_KU = jnp.clip(views.span_start_K[:, None] + jnp.arange(teacher_KU.shape[1]), 0, rollout.tokens_BT.shape[1] - 1)
+    student_KU = rollout.logp_BT[views.rollout_K[:, None], at_KU]
     delta_BT, known_BT = _on_tokens(rollout, teacher_KU - student_KU)
     return inner(rollout), delta_BT, known_BT
 
