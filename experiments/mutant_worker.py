@@ -114,6 +114,9 @@ class Tests:
         self.names = {function_of(*name).__code__: name for name in functions}
         self.seconds: dict[str, dict[str, float]] = {}
         self.reached: dict[str, set[tuple[str, str]]] = {}
+        self.catchers: dict[
+            tuple[str, str], list[str]
+        ] = {}  # by function, the latest first
 
     def learn(self, file: str) -> str | None:
         """Runs a file once; the first test that fails without any mutant, or None."""
@@ -130,18 +133,30 @@ class Tests:
         seconds = self.seconds[file]
         return sorted((test for test in seconds if name in self.reached[test]), key=lambda test: seconds[test])
 
+    def caught(self, name: tuple[str, str], test: str) -> None:
+        """Keeps the test in mind for the next mutants of the function."""
+        known = self.catchers.setdefault(name, [])
+        self.catchers[name] = [test, *(one for one in known if one != test)]
+
 
 def answer(tests: Tests, job: dict) -> dict:
-    """Tries one mutant, file by file: caught by which test, or survived all tests that reach its function."""
-    name, count, began, failed = (job["module"], job["function"]), 0, time.monotonic(), []
-    for file in job["files"]:
+    """Tries one mutant: caught by which test, or survived all tests that reach its function.
+
+    First come the tests that have caught a mutant of the function before, then all others, file by file.
+    """
+    name, began = (job["module"], job["function"]), time.monotonic()
+    first = tests.catchers.get(name, [])
+    count, failed = len(first), tried(name, job["source"], first, job["timeout"]) if first else []
+    for file in () if failed else job["files"]:
         if broken := tests.learn(file):
             return {"broken": broken}
-        if reaching := tests.of(name, file):
+        if reaching := [test for test in tests.of(name, file) if test not in first]:
             count += len(reaching)
             failed = tried(name, job["source"], reaching, job["timeout"])
         if failed:
             break
+    if failed and failed[0] in tests.reached:
+        tests.caught(name, failed[0])
     return {"caught": failed[0] if failed else None, "tests": count, "seconds": time.monotonic() - began}
 
 

@@ -41,9 +41,10 @@ _OUT = FLAGS.string("out", "runs/mutate_credit/mutants.jsonl", "file of finished
 
 ROOT = pathlib.Path(__file__).parents[1]
 CREDIT = ("tests/test_turn_table.py",) + tuple(
-    f"tests/test_credit_{name}.py" for name in ("turns", "masks", "families", "cases", "limits", "oracles", "laws")
+    f"tests/test_credit_{name}.py" for name in ("turns", "masks", "families", "cases", "limits", "oracles")
 )
 LOSSES = tuple(f"tests/test_losses{name}.py" for name in ("_masks", "_terms", ""))
+# The laws are left out: without jit they take an hour, so what only they would catch counts as survived.
 # module, or package: the test files that cover it, the quick ones first: the next is run if none before it fails.
 TESTS = {
     "masked": ("tests/test_masked.py",),
