@@ -124,7 +124,7 @@ def _values(rollout: base.Rollout) -> jax.Array:
 
 
 def _ends(rollout: base.Rollout) -> jax.Array:
-    return jax.lax.stop_gradient(base.given(rollout.end_value_B, "end_value_B"))
+    return base.given(rollout.end_value_B, "end_value_B")
 
 
 def _token_gae(rollout: base.Rollout, table: turns.Turns, discount: float, lambda_B: jax.Array) -> jax.Array:

@@ -80,8 +80,7 @@ def grpo(rollout: base.Rollout, *, scale: str = "std", std_floor: float = 1e-6, 
     columns = [jnp.broadcast_to(x[:, None], used_BS.shape) for x in (rollout.return_B, rollout.group_B)]
     weight_BS = jnp.where(used_BS, rollout.weight_B[:, None], 0.0)
     adv_N = rewards.relative(*(x.reshape(-1) for x in (*columns, weight_BS)), **knobs)
-    adv_B = masked.zero(adv_N.reshape(used_BS.shape)[:, 0], rewards.dynamic_sampling_keep(rollout))
-    return _credit(rollout, adv_B)
+    return _credit(rollout, adv_N.reshape(used_BS.shape)[:, 0])
 
 
 def dr_grpo(rollout: base.Rollout) -> base.Credit:
@@ -161,9 +160,8 @@ def rae(rollout: base.Rollout, *, decay: float = 0.95) -> base.Credit:
     Differs: one role; the mean is updated once per batch, not after every game.
     """
     rewards.check(rollout, "baseline_B")
-    counted_B = rewards.counted_B(rollout)
     centre_B = rewards.running_baseline(base.given(rollout.baseline_B, "baseline_B"), rollout, decay=decay)
-    return _credit(rollout, masked.zero(rollout.return_B - centre_B, counted_B))
+    return _credit(rollout, rollout.return_B - centre_B)
 
 
 def otb(rollout: base.Rollout) -> base.Credit:
@@ -185,10 +183,9 @@ def otb(rollout: base.Rollout) -> base.Credit:
     """
     rewards.check(rollout, "collision_BT")
     mask_BT, kept_BT = rollout.mask_BT, rewards.counted_BT(rollout)
-    chance_BT = jnp.exp(masked.zero(rollout.logp_BT, kept_BT))
-    energy_BT = masked.zero(1.0 - 2.0 * chance_BT + base.given(rollout.collision_BT, "collision_BT"), kept_BT)
+    energy_BT = 1.0 - 2.0 * jnp.exp(rollout.logp_BT) + base.given(rollout.collision_BT, "collision_BT")
     togo_BS = rewards.returns_to_go(rewards.counted_turns(rollout))
-    togo_BT = masked.zero(jax.vmap(turns.to_tokens)(togo_BS, rollout.turn_BT), kept_BT)
+    togo_BT = jax.vmap(turns.to_tokens)(togo_BS, rollout.turn_BT)
     nth_BT = jnp.cumsum(mask_BT, axis=1) - 1
     place_BT = jnp.where(mask_BT, nth_BT, mask_BT.shape[1])
 

@@ -68,8 +68,7 @@ def hcapo(
     ratio_BS = _hindsight_ratio(rollout, used_BS, temperature, clip_low, clip_high, denominator)
     credit, known_BS = inner(rollout), used_BS & rewards.counted_B(rollout)[:, None]
     ahead_BS = masked.count(used_BS, axis=1)[:, None] - 1.0 - jnp.arange(used_BS.shape[1])
-    return_B = masked.zero(rollout.return_B, rewards.counted_B(rollout))
-    q_BS = masked.zero(ratio_BS * discount ** jnp.maximum(ahead_BS, 0.0) * return_B[:, None], used_BS)
+    q_BS = ratio_BS * discount ** jnp.maximum(ahead_BS, 0.0) * rollout.return_B[:, None]
     if smooth:
         next_BS = jnp.pad(q_BS[:, 1:], ((0, 0), (0, 1)))
         q_BS = jnp.where(ahead_BS > 0, 0.5 * (q_BS + next_BS), q_BS)
@@ -101,13 +100,14 @@ def _hindsight_ratio(
 
     def per_turn(logp_BT):
         turn_BT = jnp.where(rollout.mask_BT, rollout.turn_BT, -1)
-        return jnp.exp(masked.segment_mean(logp_BT, turn_BT, segments=used_BS.shape[1]) / temperature)
+        return masked.segment_mean(logp_BT, turn_BT, segments=used_BS.shape[1]) / temperature
 
     hindsight_BS = per_turn(base.given(rollout.hindsight_logp_BT, "hindsight_logp_BT"))
     against_BS = per_turn(rollout.logp_BT)
-    if denominator == "trajectory":
-        against_BS = jnp.broadcast_to(masked.mean(hindsight_BS, used_BS, axis=1)[:, None], against_BS.shape)
-    return jnp.clip(hindsight_BS / jnp.where(against_BS > 0, against_BS, 1.0), clip_low, clip_high)
+    if denominator == "trajectory":  # the log of the mean over the turns
+        total_B1 = jax.nn.logsumexp(hindsight_BS, axis=1, where=used_BS, keepdims=True)
+        against_BS = total_B1 - jnp.log(masked.count(used_BS, axis=1)[:, None])
+    return jnp.clip(jnp.exp(hindsight_BS - against_BS), clip_low, clip_high)
 
 
 def hca(rollout: base.Rollout, *, edges: tuple[float, ...] = EDGES, clip: float = 0.0) -> base.Credit:
@@ -167,11 +167,11 @@ def _counterfactual(rollout: base.Rollout, earned_BSM: jax.Array, clip: float) -
     """Σ_m (1 - π / h_m) earned_m at each token."""
     kept_BT = rewards.counted_BT(rollout)
     outcome_BTM = base.given(rollout.outcome_logp_BTM, "outcome_logp_BTM")
-    log_ratio_BTM = masked.zero(rollout.logp_BT, kept_BT)[..., None] - jnp.where(kept_BT[..., None], outcome_BTM, 0.0)
+    log_ratio_BTM = rollout.logp_BT[..., None] - outcome_BTM
     ratio_BTM = jnp.exp(jnp.clip(log_ratio_BTM, -LOG_RATIO_MAX, LOG_RATIO_MAX))
     if clip:
         ratio_BTM = jnp.minimum(ratio_BTM, clip)
     earned_BTM = jax.vmap(turns.to_tokens)(earned_BSM, rollout.turn_BT)
-    adv_BT = masked.zero(jnp.sum(masked.zero((1.0 - ratio_BTM) * earned_BTM, earned_BTM != 0), axis=2), kept_BT)
+    adv_BT = masked.zero(jnp.sum((1.0 - ratio_BTM) * earned_BTM, axis=2), kept_BT)
     adv_BT = jax.lax.stop_gradient(adv_BT.astype(jnp.float32))
     return base.Credit(adv_BT=adv_BT, metrics=rewards.report(rollout, adv_BT))

@@ -97,7 +97,7 @@ def vopd(
         raise base.InputError(f"credit.vopd.clip must be >= 0, got {clip}")
     credit, delta_BT, known_BT = _inner_and_delta(rollout, inner)
     kl_BT, _ = _on_tokens(rollout, base.given(rollout.view_kl_KU, "view_kl_KU"))
-    centred_BT = masked.zero(delta_BT + kl_BT, known_BT)
+    centred_BT = delta_BT + kl_BT
     bounded_BT = jnp.clip(centred_BT, -clip, clip) if clip else centred_BT
     return _credit(rollout, credit, credit.adv_BT + weight * bounded_BT, delta_BT, known_BT)
 
@@ -141,7 +141,7 @@ def agent_opsd(
         )
     credit, delta_BT, known_BT = _inner_and_delta(rollout, inner)
     used_BS = rewards.counted_turns(rollout).used_S
-    turn_BT, S = jnp.where(rollout.mask_BT, rollout.turn_BT, -1), used_BS.shape[1]
+    turn_BT, S = rollout.turn_BT, used_BS.shape[1]
     error_BS = masked.segment_sum(delta_BT, turn_BT, segments=S)
     back_BS = jax.vmap(returns.discounted_returns)(error_BS[:, ::-1], jnp.full_like(error_BS, discount))
     belief_BS = back_BS[:, ::-1]  # c, the same recursion run the other way
@@ -214,15 +214,15 @@ def _on_tokens(rollout: base.Rollout, x_KU: jax.Array) -> tuple[jax.Array, jax.A
     count_BT = zero_BT.at[place].add(used_KU.astype(jnp.float32), mode="drop")
     total_BT = zero_BT.at[place].add(masked.zero(x_KU * views.polarity_K[:, None], used_KU), mode="drop")
     known_BT = (count_BT > 0) & rewards.counted_BT(rollout)
-    return jax.lax.stop_gradient(masked.zero(total_BT / jnp.maximum(count_BT, 1.0), known_BT)), known_BT
+    return masked.zero(total_BT / jnp.maximum(count_BT, 1.0), known_BT), known_BT
 
 
 def _inner_and_delta(rollout: base.Rollout, inner: base.CreditFn) -> tuple[base.Credit, jax.Array, jax.Array]:
     """What `inner` says; δ_BT, 0 where it is not known; where it is known."""
     rewards.check(rollout, "views", "view_logp_KU")
     views, teacher_KU = base.given(rollout.views, "views"), base.given(rollout.view_logp_KU, "view_logp_KU")
-    at_KU = jnp.clip(views.span_start_K[:, None] + jnp.arange(teacher_KU.shape[1]), 0, rollout.tokens_BT.shape[1] - 1)
-    student_KU = rollout.logp_BT[views.rollout_K[:, None], at_KU]
+    at_KU = views.span_start_K[:, None] + jnp.arange(teacher_KU.shape[1])
+    student_KU = jnp.asarray(rollout.logp_BT)[views.rollout_K[:, None], at_KU]  # beyond the end: left out as unused
     delta_BT, known_BT = _on_tokens(rollout, teacher_KU - student_KU)
     return inner(rollout), delta_BT, known_BT
 

@@ -127,9 +127,8 @@ def outcome_classes(x: jax.Array, edges: tuple[float, ...]) -> jax.Array:
 
 
 def return_classes(table: turns.Turns, edges: tuple[float, ...]) -> jax.Array:
-    """One-hot class of the return still to come at each turn [B, S, M]; 0 beyond the turns."""
-    onehot_BSM = jax.nn.one_hot(outcome_classes(returns_to_go(table), edges), len(edges) + 1)
-    return masked.zero(onehot_BSM, jnp.broadcast_to(table.used_S[..., None], onehot_BSM.shape))
+    """One-hot class of the return still to come at each turn [B, S, M]."""
+    return jax.nn.one_hot(outcome_classes(returns_to_go(table), edges), len(edges) + 1)
 
 
 def reward_classes(table: turns.Turns, edges: tuple[float, ...]) -> jax.Array:

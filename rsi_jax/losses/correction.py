@@ -68,7 +68,7 @@ def correction_weights(
     weight_BT = policy.importance_weights(log_ratio_BT, mask_BT, low=low, high=high, outside=how)
     ratio_BT = jax.lax.stop_gradient(jnp.exp(log_ratio_BT))
     per_token = aggregate.reciprocal(masked.count(mask_BT))
-    total, squares = masked.sum(weight_BT, mask_BT), masked.sum(jnp.square(weight_BT), mask_BT)
+    total, squares = jnp.sum(weight_BT), jnp.sum(jnp.square(weight_BT))
     return weight_BT, {
         "ess": total * per_token * total * aggregate.reciprocal(squares),
         "cut": masked.sum((ratio_BT < low) | (ratio_BT > high), mask_BT) * per_token,

@@ -42,7 +42,7 @@ def quantile(histogram_2N: jax.Array, share: float) -> jax.Array:
     count_N, sum_N = histogram_2N
     upto_N = jnp.cumsum(count_N)
     place = jnp.argmax(upto_N >= share * upto_N[-1] * (1 - 1e-6))  # 1e-6: rounding of the product must not skip a bin
-    return jnp.where(upto_N[-1] > 0, sum_N[place] / jnp.maximum(count_N[place], 1.0), 0.0)
+    return sum_N[place] / jnp.maximum(count_N[place], 1.0)
 
 
 def top_mean(histogram_2N: jax.Array, share: float) -> jax.Array:
@@ -57,4 +57,4 @@ def top_mean(histogram_2N: jax.Array, share: float) -> jax.Array:
     above_N = jnp.cumsum(count_N[::-1])[::-1] - count_N
     taken_N = jnp.clip(wanted - above_N, 0.0, count_N)
     total = jnp.sum(taken_N * sum_N / jnp.maximum(count_N, 1.0))
-    return jnp.where(wanted > 0, total / jnp.where(wanted > 0, wanted, 1.0), 0.0)
+    return total / jnp.where(wanted > 0, wanted, 1.0)
