@@ -170,4 +170,34 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "moved_BT = (jnp.exp(logp_BT) - jnp.exp(old_logp_BT))",
         "it is compared with the bounds only, and a comparison has no gradient",
     ),
+    (
+        "losses.correction.correction_weights",
+        '"cut": masked.sum((ratio_BT < low) | (ratio_BT > high), mask_BT) * per_token,',
+        '"cut": masked.sum((ratio_BT < low) | (ratio_BT > high), jnp.ones_like(mask_BT)) * per_token,',
+        "off the mask the ratio is exactly 1, which is never outside",
+    ),
+    (
+        "credit.group.otb",
+        "total = jax.vmap(lambda x_B: masked.group_sum(x_B, rollout.group_B, signal_B.astype(jnp.float32)), 1, 1)",
+        "total = jax.vmap(lambda x_B: masked.group_mean(x_B, rollout.group_B, signal_B.astype(jnp.float32)), 1, 1)",
+        "only the quotient of two such sums is used",
+    ),
+    (
+        "credit.modulate.agent_opsd",
+        "sign_BS = jnp.sign(masked.segment_sum(credit.adv_BT, turn_BT, segments=S))",
+        "sign_BS = jnp.sign(masked.segment_mean(credit.adv_BT, turn_BT, segments=S))",
+        "a mean has the sign of the sum",
+    ),
+    (
+        "credit.turnwise.mt_grpo",
+        "outcome_B = jnp.where(counted_B, masked.sum(table.reward_S, final_BS, axis=1), jnp.nan)",
+        "outcome_B = jnp.where(counted_B, masked.mean(table.reward_S, final_BS, axis=1), jnp.nan)",
+        "there is one last turn",
+    ),
+    (
+        "credit.turnwise.igpo",
+        "outcome_B = jnp.where(counted_B, masked.sum(table.reward_S, final_BS, axis=1), jnp.nan)",
+        "outcome_B = jnp.where(counted_B, masked.mean(table.reward_S, final_BS, axis=1), jnp.nan)",
+        "there is one last turn",
+    ),
 )

@@ -114,9 +114,7 @@ class Tests:
         self.names = {function_of(*name).__code__: name for name in functions}
         self.seconds: dict[str, dict[str, float]] = {}
         self.reached: dict[str, set[tuple[str, str]]] = {}
-        self.catchers: dict[
-            tuple[str, str], list[str]
-        ] = {}  # by function, the latest first
+        self.catchers: dict[tuple[str, str], list[str]] = {}  # by function, the latest first
 
     def learn(self, file: str) -> str | None:
         """Runs a file once; the first test that fails without any mutant, or None."""

@@ -59,6 +59,7 @@ TEST_MATERIAL = ("credit.examples", "credit.laws", "credit.rows")  # what tests 
 # Functions that only make metrics: their numbers are reported and never trained on.
 METRICS = (
     "credit.rewards.report",
+    "credit.rewards.frac_zero_adv",
     "credit.feedback._view_metrics",
     "losses.policy._off_policy_sums",
     "losses.policy.summarise",

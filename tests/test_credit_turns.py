@@ -51,6 +51,15 @@ def test_T51_a_rollout_that_has_ended_stays_in_the_baseline_with_nothing_to_come
     np.testing.assert_allclose(got, [[0, -0.038462, 0], [0, 0.961538, 0.925926]], atol=1e-5)
 
 
+def test_the_optimal_token_baseline_of_rollouts_that_are_all_sampled_and_of_certain_ones():
+    """W = .5 at both tokens of both rows: b = 1/2, at the very last token too; one of chance 1 weighs nothing."""
+    rollout = examples.rollout([[action(2, 1.0)], [action(2, 0.0)]])
+    for chance, want in ((0.5, [[0.5, 0.5], [-0.5, -0.5]]), (1.0, [[1.0, 1.0], [0.0, 0.0]])):
+        columns = {"logp_BT": jnp.full((2, 2), np.log(chance)), "collision_BT": jnp.full((2, 2), chance)}
+        got = credit.find("otb")[0](rollout.replace(**columns)).adv_BT
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 def test_grpo_per_turn_counts_a_rollout_once_for_each_of_its_turns():
     """Three turns of return 1 and one of 0: mean .75, std .5."""
     long = [prompt(1), action(1), observation(1), action(2), observation(1), action(1, 1.0)]

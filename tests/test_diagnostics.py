@@ -45,13 +45,18 @@ def test_the_end_bins_take_what_is_beyond():
     x = jnp.asarray([[-20.0, 0.0, 20.0]])
     made = losses.histogram(x, jnp.ones_like(x, bool), *spread.LOG_RATIO)
     assert [float(losses.quantile(made, share)) for share in (0.01, 0.5, 0.99)] == [-20.0, 0.0, 20.0]
+    low, high = spread.LOG_RATIO
+    lowest = jnp.asarray([[low + (i + 0.5) * (high - low) / spread.BINS for i in (0, 1)]])
+    made = losses.histogram(lowest, jnp.ones_like(lowest, bool), low, high)
+    np.testing.assert_allclose(losses.quantile(made, 0.5), lowest[0, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("share", "mean"), [(0.2, 9.5), (0.25, 9.2), (0.1, 10.0), (1.0, 5.5)])
 def test_the_mean_of_the_largest_share(share, mean):
     x = jnp.asarray([[1.0, 2.0, 3.0, 4.0, 5.0, jnp.nan], [10.0, 9.0, 8.0, 7.0, 6.0, jnp.nan]])
-    made = losses.histogram(x, jnp.isfinite(x), *losses.ENTROPY)
-    np.testing.assert_allclose(losses.top_mean(made, share), mean, rtol=1e-6)
+    for twice in (x, jnp.concatenate([x, x])):  # also where a bin holds several
+        made = losses.histogram(twice, jnp.isfinite(twice), *losses.ENTROPY)
+        np.testing.assert_allclose(losses.top_mean(made, share), mean, rtol=1e-6)
 
 
 def test_nothing_has_no_quantile_and_no_top():

@@ -57,7 +57,7 @@ def spo(rollout: base.Rollout, *, prob_max: float = 0.9) -> base.Credit:
     if not 0 < prob_max <= 1:
         raise base.InputError(f"credit.spo.prob_max must be in (0, 1], got {prob_max}")
     credit = _between(rollout, rewards.counted_turns(rollout), rollout.mask_BT)
-    chosen_BT = jnp.exp(masked.zero(rollout.logp_BT, rollout.mask_BT)) <= prob_max
+    chosen_BT = jnp.exp(rollout.logp_BT) <= prob_max
     adv_BT = masked.zero(credit.adv_BT, chosen_BT)
     return credit.replace(adv_BT=adv_BT, metrics={**credit.metrics, **rewards.report(rollout, adv_BT)})
 
@@ -99,18 +99,17 @@ def _at_first(table: turns.Turns, tokens_T: jax.Array) -> jax.Array:
 def _between(rollout: base.Rollout, table: turns.Turns, place_BT: jax.Array) -> base.Credit:
     """Credit of the stretches between the valued ones of the places."""
     value_BT = base.given(rollout.mc_value_BT, "mc_value_BT")
-    known_BT = place_BT & rollout.mask_BT & jnp.isfinite(value_BT)
+    known_BT = place_BT & jnp.isfinite(value_BT)
 
     def one(table, value_T, known_T):
         T = value_T.shape[0]
-        last_S = jnp.where(table.used_S, table.last_S, T)
-        reward_T = jnp.zeros(T).at[last_S].add(table.reward_S, mode="drop")
+        reward_T = jnp.zeros(T).at[table.last_S].add(table.reward_S)  # that of an unused turn is 0
         earned_T = jnp.cumsum(reward_T) - reward_T  # before each token
         index_T = jnp.arange(T)
         start_T = jax.lax.cummax(jnp.where(known_T, index_T, -1))
         end_T = jax.lax.cummin(jnp.where(known_T, index_T, T), reverse=True)
         end_T = jnp.append(end_T[1:], T)
-        height_T = jnp.append(earned_T + masked.zero(value_T, known_T), jnp.sum(reward_T))
+        height_T = jnp.append(earned_T + value_T, jnp.sum(reward_T))
         return jnp.where(start_T >= 0, height_T[end_T] - height_T[jnp.maximum(start_T, 0)], 0.0)
 
     adv_BT = jax.lax.stop_gradient(masked.zero(jax.vmap(one)(table, value_BT, known_BT), rewards.counted_BT(rollout)))

@@ -132,7 +132,7 @@ def prm(
         scan = jax.lax.cumsum if form == "sum" else jax.lax.cummin
         togo_BS = scan(step_BS, axis=1, reverse=True)
         mean_B, _ = less_group_mean(togo_BS[:, 0], rewards.counted_B(rollout))
-        part_BS = masked.zero(togo_BS - mean_B[:, None], table.used_S)
+        part_BS = togo_BS - mean_B[:, None]
     return _added(rollout, credit, weight * part_BS)
 
 
@@ -160,13 +160,13 @@ def pbrs(
         raise base.InputError(f"credit.pbrs.discount must be in [0, 1], got {discount}")
     table = rewards.counted_turns(rollout)
     judge_BS = base.given(rollout.judge_BS, "judge_BS")
-    after_BS = masked.zero(judge_BS, table.used_S & jnp.isfinite(judge_BS))
+    after_BS = masked.zero(judge_BS, jnp.isfinite(judge_BS))
     before_BS = jnp.pad(after_BS, ((0, 0), (1, 0)))[:, :-1]
     shaping_BS = weight * (discount * table.discount_S * after_BS - before_BS)
     segments = rollout.segments
     acts_BS = (segments.kind_BS == base.ACTION) & (segments.length_BS > 0)
     own_BS = jnp.take_along_axis(shaping_BS, jnp.maximum(rollout.turn_BS, 0), axis=1)
-    reward_BS = segments.reward_BS + jax.lax.stop_gradient(masked.zero(own_BS, acts_BS))
+    reward_BS = segments.reward_BS + masked.zero(own_BS, acts_BS)
     credit = inner(rollout.replace(segments=segments.replace(reward_BS=reward_BS)))
     return credit.replace(metrics={**credit.metrics, **rewards.report(rollout, credit.adv_BT)})
 
@@ -202,7 +202,7 @@ def igpo(rollout: base.Rollout, *, weight: float = 0.1, discount: float = 1.0, s
     chance_BS = jnp.exp(base.given(rollout.answer_logp_BS, "answer_logp_BS"))
     gain_BS = jnp.pad(chance_BS[:, 1:], ((0, 0), (0, 1))) - chance_BS
     inner_BS = table.used_S & ~final_BS & counted_B[:, None]
-    gain_BS = jnp.where(inner_BS & jnp.isfinite(gain_BS), gain_BS, 0.0)
+    gain_BS = jnp.where(jnp.isfinite(gain_BS), gain_BS, 0.0)
     group_BS = jnp.broadcast_to(rollout.group_B[:, None], gain_BS.shape)
     weight_N = jnp.broadcast_to(rollout.weight_B[:, None], gain_BS.shape).reshape(-1)
     flat_N = jnp.where(inner_BS, gain_BS, jnp.nan).reshape(-1)
