@@ -26,7 +26,7 @@ import time
 from experiments import cli
 
 FLAGS = cli.Flags()
-_QUICK = FLAGS.boolean("quick", False, "8 seeds and fewer horizons, a few minutes; else 20 seeds, all horizons")
+_QUICK = FLAGS.boolean("quick", False, "8 seeds, fewer horizons and arms, a few minutes; else 20 seeds and all of them")
 _WORLDS = FLAGS.list("worlds", [], "worlds to run (default: all)")
 _VARIANTS = FLAGS.list("variants", [], "variants to run, with all their arms (default: all)")
 _SEEDS = FLAGS.integer("seeds", 0, "seeds, 2 or more (default: 8 with --quick, else 20)", lower_bound=0)
@@ -116,6 +116,8 @@ def main(_) -> None:
         raise base.InputError(f"--seeds={seeds}: an interval needs 2 or more")
     drawn = range(_FIRST_SEED.value, _FIRST_SEED.value + seeds)
     arms = {name: arm for name, arm in fidelity_arms.ARMS.items() if arm.variant in wanted}
+    if _QUICK.value and not _VARIANTS.value:
+        arms = {name: arm for name, arm in arms.items() if arm.quick}
     absent = sorted({arm.variant for arm in arms.values()} - set(credit.variants()))
     arms = {name: arm for name, arm in arms.items() if arm.variant not in absent}
     cases = [case for case in fidelity_arms.cases(_QUICK.value) if case.world in worlds]

@@ -64,7 +64,7 @@ class Arm:
     """A variant with its knobs, and how its columns are made.
 
     forked: it reads a batch with forks. changed: columns that `columns` changes beside those that the variant needs.
-    longest: horizons beyond it would take too long.
+    longest: horizons beyond it would take too long. quick: whether a quick run has it without being asked.
     """
 
     variant: str
@@ -73,6 +73,7 @@ class Arm:
     forked: bool = False
     changed: tuple[str, ...] = ()
     longest: int = 10**9
+    quick: bool = True
 
     def bind(self, case: Case) -> tuple[base.CreditFn, tuple[str, ...]]:
         """The credit function, and the columns that `columns` makes for it."""
@@ -156,11 +157,11 @@ ARMS = {
     "reinforce": Arm("reinforce"),
     "grpo": Arm("grpo", lambda case: {"scale": "none"}),
     "rloo": Arm("rloo"),
-    "rae": Arm("rae", columns=_expected),
-    "maxrl": Arm("maxrl"),
-    "opo": Arm("opo"),
-    "reinforce_pp": Arm("reinforce_pp"),
-    "reinforce_pp_baseline": Arm("reinforce_pp_baseline"),
+    "rae": Arm("rae", columns=_expected, quick=False),
+    "maxrl": Arm("maxrl", quick=False),
+    "opo": Arm("opo", quick=False),
+    "reinforce_pp": Arm("reinforce_pp", quick=False),
+    "reinforce_pp_baseline": Arm("reinforce_pp_baseline", quick=False),
     "otb": Arm("otb", columns=_collisions),
     "centred_return_to_go": Arm("centred_return_to_go"),
     "turn_rloo": Arm("turn_rloo"),
@@ -169,12 +170,14 @@ ARMS = {
     "gigpo, nothing recurs": Arm(
         "gigpo", lambda case: {"inner": _group(case), "discount": 1.0}, _nothing_recurs, changed=("segments",)
     ),
-    "prm, exact judge": Arm("prm", lambda case: {"inner": _group(case)}, _judge),
-    "pbrs, exact judge": Arm("pbrs", lambda case: {"inner": credit.find("centred_return_to_go")[0]}, _judge),
+    "prm, exact judge": Arm("prm", lambda case: {"inner": _group(case)}, _judge, quick=False),
+    "pbrs, exact judge": Arm(
+        "pbrs", lambda case: {"inner": credit.find("centred_return_to_go")[0]}, _judge, quick=False
+    ),
     "tree_grpo": Arm("tree_grpo", lambda case: {"scale": "none"}, forked=True),
     "turn_gae, exact critic": Arm("turn_gae", lambda case: {"discount": 1.0, "lambda_": 0.95}, _critic(0.0)),
     "turn_gae, critic off by 0.3": Arm("turn_gae", lambda case: {"discount": 1.0, "lambda_": 0.95}, _critic(0.3)),
-    "vapo, critic off by 0.3": Arm("vapo", columns=_critic(0.3)),
+    "vapo, critic off by 0.3": Arm("vapo", columns=_critic(0.3), quick=False),
     "vineppo, K = 1": Arm("vineppo", columns=_continuations(1)),
     "vineppo, K = 3": Arm("vineppo", columns=_continuations(3)),
     "vineppo, K = 9": Arm("vineppo", columns=_continuations(9)),
