@@ -12,7 +12,7 @@ import pathlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
@@ -53,6 +53,20 @@ def config_file(default: str | None = None) -> flags.FlagHolder | flags.Flag:
         return flags.FLAGS["config"]
     text = "config file; --config.x.y=value sets a field"
     return config_flags.DEFINE_config_file("config", default, text, lock_config=True)
+
+
+def chosen(names: Sequence[str], known: Iterable[str], flag: str) -> list[str]:
+    """The names that a list flag asks for, all that are known when it is empty.
+
+    Raises: base.InputError for one that is not known, with the nearest that is.
+    """
+    from rsi_jax import base
+
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise base.InputError(f"--{flag} has '{name}', which is none{base.did_you_mean(name, known)}")
+    return list(names or known)
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:

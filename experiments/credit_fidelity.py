@@ -38,16 +38,6 @@ _FIGURE = FLAGS.string("figure", "experiments/results/credit_fidelity.svg", "the
 COLUMNS = ("world", "horizon", "variant", "cosine", "95%", "gradient", "sign", "rank", "bias", "variance", "SNR")
 
 
-def chosen(known, names: list[str], flag: str) -> list[str]:
-    """The names of a flag, all when it is empty. Raises: base.InputError for one that is not known."""
-    from rsi_jax import base
-
-    for name in names:
-        if name not in known:
-            raise base.InputError(f"--{flag} has '{name}', which is none{base.did_you_mean(name, known)}")
-    return list(names or known)
-
-
 def row_of(case, arm: str, per_seed: list[dict], seeds: int) -> dict:
     """Sums up the readings of an arm in a case over seeds."""
     from rsi_jax.evals import fidelity
@@ -109,8 +99,8 @@ def main(_) -> None:
     from experiments import fidelity_arms, fidelity_claims, fidelity_figure, fidelity_run
     from rsi_jax import base, credit, metrics
 
-    worlds = chosen(fidelity_arms.CASES, _WORLDS.value, "worlds")
-    wanted = chosen({arm.variant for arm in fidelity_arms.ARMS.values()}, _VARIANTS.value, "variants")
+    worlds = cli.chosen(_WORLDS.value, fidelity_arms.CASES, "worlds")
+    wanted = cli.chosen(_VARIANTS.value, {arm.variant for arm in fidelity_arms.ARMS.values()}, "variants")
     seeds = _SEEDS.value or (8 if _QUICK.value else 20)
     if seeds < 2:
         raise base.InputError(f"--seeds={seeds}: an interval needs 2 or more")

@@ -13,7 +13,6 @@ stdout ends with one JSON line: variants [{name, source, knobs, needs, laws {law
 """
 
 import inspect
-import json
 import os
 import re
 from typing import Any
@@ -24,19 +23,6 @@ FLAGS = cli.Flags()
 _NAMES = FLAGS.list("names", [], "variants (default: all)")
 _LAWS = FLAGS.list("laws", [], "laws to measure (default: all)")
 _JSON = FLAGS.bool("json", False, "print nothing but the JSON line")
-
-
-def chosen(wanted: list[str], known: list[str], what: str) -> list[str]:
-    """What was asked for, all if nothing was.
-
-    Raises: base.InputError for an unknown name, with the nearest one.
-    """
-    from rsi_jax import base
-
-    for name in wanted:
-        if name not in known:
-            raise base.InputError(f"--{what} names {name!r}, which is none{base.did_you_mean(name, known)}")
-    return wanted or known
 
 
 def source_of(doc: str) -> str:
@@ -74,20 +60,20 @@ def main(_) -> None:
     for name, row in rows.items():
         function, needs = credit.find(name)
         row["source"], row["needs"] = source_of(inspect.getdoc(function) or ""), list(needs)
-    for law in chosen(_LAWS.value, list(laws.LAWS), "laws"):
+    for law in cli.chosen(_LAWS.value, laws.LAWS, "laws"):
         for name, (deviation, seed) in laws.measure(law).items():
             held = {"holds": deviation <= laws.TOLERANCE, "deviation": deviation, "seed": seed}
             rows[name]["laws"][law] = held
     count = distinct(laws.run(laws.random(0)))
     if not _JSON.value:
         show(list(rows.values()), {law: laws.LAWS[law].__doc__ or "" for law in laws.LAWS}, count)
-    print(json.dumps(metrics.jsonable({"variants": list(rows.values()), "distinct": count})))
+    metrics.finish({"variants": list(rows.values()), "distinct": count})
 
 
 def chosen_names() -> list[str]:
     from rsi_jax import credit
 
-    return chosen(_NAMES.value, list(credit.variants()), "names")
+    return cli.chosen(_NAMES.value, credit.variants(), "names")
 
 
 def show(rows: list[dict[str, Any]], sentences: dict[str, str], count: int) -> None:

@@ -14,6 +14,7 @@ Columns are typed jax.Array; on the host the same fields hold numpy arrays, whic
 
 import dataclasses
 import difflib
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
 
@@ -296,6 +297,31 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Ends an error on an unknown name: "; did you mean 'x'?" for the nearest known one, '' when none is near."""
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
     return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def say(error: BaseException) -> str:
+    """An error of a user's code in words: its type and what it says."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def find_function(name: str, *, field: str, example: str) -> Callable[..., Any]:
+    """Imports a user's function 'module:function', as the config names it.
+
+    field: of the config. example: what to write there.
+    Raises: InputError when it cannot be imported.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise InputError(f"{field}={name!r} must be 'module:function', such as --config.{field}={example}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises when it loads
+        raise InputError(f"{field}={name!r}: cannot import {module_name} ({say(error)})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        mend = did_you_mean(function_name, [n for n in vars(module) if not n.startswith("_")])
+        raise InputError(f"{field}={name!r}: {module_name} has no function {function_name!r}{mend}")
+    return function
 
 
 def require(rollout: Rollout, *columns: str) -> None:

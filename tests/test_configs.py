@@ -101,3 +101,10 @@ def test_a_bad_value_names_its_field(path, value, message):
     config[group][name] = value
     with pytest.raises(base.InputError, match=message.replace(".", r"\.")):
         setup.check(config)
+
+
+def test_a_judge_that_cannot_be_imported_is_named_with_its_field():
+    config = default.get_config()
+    config.columns.judge = "math:sqqrt"
+    with pytest.raises(base.InputError, match="columns.judge='math:sqqrt': math has no function 'sqqrt'; did you mean"):
+        setup.check(config)

@@ -9,7 +9,6 @@ to the function: `reward(prompt, completion, **fields) -> float`.
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import pathlib
@@ -85,22 +84,7 @@ def find_reward(name: str) -> Callable[..., Any]:
 
     Raises: base.InputError when it cannot be imported.
     """
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise base.InputError(f"reward={name!r} must be 'module:function', such as --config.reward=my_module:reward_fn")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises when it loads
-        raise base.InputError(f"reward={name!r}: cannot import {module_name} ({_say(error)})") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        mend = base.did_you_mean(function_name, [n for n in vars(module) if not n.startswith("_")])
-        raise base.InputError(f"reward={name!r}: {module_name} has no function {function_name!r}{mend}")
-    return function
-
-
-def _say(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return base.find_function(name, field="reward", example="my_module:reward_fn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +125,7 @@ class Jsonl:
         try:
             value = find_reward(self.reward)(state.prompt, text, **state.fields)
         except Exception as error:
-            raise base.InputError(f"{where} raised {_say(error)}; the last checkpoint is intact") from error
+            raise base.InputError(f"{where} raised {base.say(error)}; the last checkpoint is intact") from error
         try:
             number = math.nan if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError):

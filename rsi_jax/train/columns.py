@@ -10,7 +10,6 @@ Views and what the teacher says of them are made by `feedback.add` and `annotate
 
 import dataclasses
 import functools
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rsi_jax import anchors, annotate, base, continuations, feedback
+from rsi_jax import anchors, annotate, base, continuations, feedback, masked
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.credit import rewards
 from rsi_jax.feedback import hints, locate, views
@@ -187,13 +186,7 @@ def find_judge(name: str) -> Judge:
 
     Raises: base.InputError.
     """
-    module_name, _, function_name = name.partition(":")
-    if not function_name:
-        raise base.InputError(f"columns.judge={name!r} must be 'module:function', such as my_module:judge")
-    try:
-        return getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise base.InputError(f"columns.judge={name!r}: {error}") from error
+    return base.find_function(name, field="columns.judge", example="my_module:judge")
 
 
 def _by_rules(rules: Mapping[str, locate.Rule], transcripts: Sequence[base.Transcript]) -> list[list[float]]:
@@ -233,7 +226,7 @@ def best_answers(rollout: base.Rollout, transcripts: Sequence[base.Transcript]) 
     answers: dict[int, list[int]] = {}
     for group in np.unique(group_B).tolist():
         rows = np.flatnonzero((group_B == group) & np.isfinite(return_B) & (np.asarray(rollout.weight_B) > 0))
-        if rows.size and np.ptp(return_B[rows]) > 1e-6:
+        if rows.size and np.ptp(return_B[rows]) > masked.SPREAD:
             best = transcripts[int(rows[np.argmax(return_B[rows])])]
             last = best.turns[-1]
             answers[group] = best.tokens[last.start : last.start + last.length]

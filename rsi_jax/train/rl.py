@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsi_jax import annotate, base, continuations, feedback, losses, metrics, optim, sharding, store
+from rsi_jax import annotate, base, continuations, feedback, losses, masked, metrics, optim, sharding, store
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.credit import rewards
 from rsi_jax.feedback import schedule, teacher, views
@@ -332,7 +332,7 @@ def _is_views(x: object) -> bool:
 def _silent_groups(rollout: base.Rollout) -> set[int]:
     """Groups whose returns agree: no gradient comes from them."""
     score_B, group_B = np.asarray(rollout.return_B), np.asarray(rollout.group_B)
-    return {int(g) for g in np.unique(group_B) if np.ptp(score_B[group_B == g]) <= 1e-6}
+    return {int(g) for g in np.unique(group_B) if np.ptp(score_B[group_B == g]) <= masked.SPREAD}
 
 
 def _put_rows(rollout: base.Rollout, other: base.Rollout, rows: np.ndarray) -> base.Rollout:
