@@ -87,6 +87,7 @@ def _rl():
     c.epochs = 1  # passes over a batch
     c.minibatches = 1  # updates per pass
     c.micro_batch = 0  # rollouts per forward, 0 = the whole minibatch; any value gives the same gradient
+    c.row_tokens = 0  # pack rollouts into rows of so many tokens, a row at a time; 0 = a row each. The same gradient
     c.dynamic_rounds = 0  # DAPO: rounds of resampling groups without signal, 0 = off
     c.overlong_buffer = 0  # DAPO: sampled tokens before overlong_length over which a penalty grows to 1, 0 = off
     c.overlong_length = 0  # sampled tokens of a rollout at which the whole penalty is due
@@ -237,7 +238,9 @@ def _feedback():
     )
     c.irrelevant = "reminder weather lunch news music traffic sports travel garden"
     c.hint_tokens = 24  # capacity of a hint; a longer one is an error, never cut
-    c.branch_tokens = 32  # capacity of a hint and the trunk from its place to the end of the located turn
+    # Capacity of a rollout's branches: each a hint, and the trunk from its place to the end of the located turn.
+    # 0 = what each batch needs, rounded up to a power of two (another shape to compile now and then).
+    c.branch_tokens = 128
     c.per_rollout = 4  # hinted turns per rollout at most
     c.teacher = "frozen"  # 'live' | 'ema' | 'frozen' | 'snapshot'
     c.teacher_rate = 0.05  # ema: share of the policy taken per update
@@ -300,5 +303,11 @@ def get_config():
     c.archive = config_dict.ConfigDict(dict(every=10, rollouts=8))  # batches between archived ones, 0 = off; first rows
     c.track = ()  # extra trackers: 'wandb', 'trackio'
     c.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1, context=1))  # devices per axis, -1 = what is left
-    c.compute = config_dict.ConfigDict(dict(chunk=512, remat=False))  # tokens scored at a time; recompute layers
+    c.compute = config_dict.ConfigDict(
+        dict(
+            chunk=512,  # tokens scored against the vocabulary at a time
+            remat="none",  # what the backward pass computes again: 'none', 'attention' (all but attention) or 'layer'
+            offload=False,  # what remat keeps waits in the host's memory; needs remat 'attention' or 'layer'
+        )
+    )
     return c

@@ -16,7 +16,7 @@ def get_config():
     c.lm.update(short_horizon=3, short_share=0.8, hinted_horizon=16)
     c.rl.update(updates=10, groups=4, group_size=2, lr=2e-5, warmup=2, micro_batch=4)
     c.credit.textual_feedback.inner = "grpo"
-    c.feedback.update(per_rollout=4, hint_tokens=48, branch_tokens=96, off_at=2.0, watch_turns=4)
+    c.feedback.update(per_rollout=4, hint_tokens=48, branch_tokens=384, off_at=2.0, watch_turns=4)
     c.evaluation.update(episodes=8, final_episodes=24, every=0, gain_turns=24)
     c.evaluation.perplexity_text = "public_domain.txt"
     c.checkpoint.every = 4

@@ -8,24 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsi_jax import base
+from rsi_jax import base, packing
 from rsi_jax.feedback import views as views_lib
 from rsi_jax.kernels import attention, divergence, token_logprob
 from rsi_jax.model import hindsight, transformer
 
 
-def hidden_states(params, config: transformer.Config, rollout: base.Rollout, *, remat: bool = False) -> jax.Array:
-    """Reads every rollout: final hidden states [B, T, D]; position t predicts token t + 1."""
-    B, T = rollout.tokens_BT.shape
-    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-    ranges = attention.causal_ranges(rollout.length_B, T)
-    return transformer.hidden_states(params, config, rollout.tokens_BT, positions_BT, ranges, remat=remat)
+def hidden_states(
+    params, config: transformer.Config, rollout: base.Rollout, *, remat: transformer.Remat = transformer.KEEP_ALL
+) -> jax.Array:
+    """Reads every rollout, in its layout: final hidden states [R, P, D]; a position predicts the token after it."""
+    return transformer.hidden_states(params, config, packing.trunk_rows(rollout), remat=remat)
 
 
 def token_logp(
     params,
     config: transformer.Config,
-    hidden_BTD: jax.Array,
+    hidden_RPD: jax.Array,
     rollout: base.Rollout,
     *,
     temperature: float,
@@ -34,27 +33,35 @@ def token_logp(
 ) -> tuple[jax.Array, jax.Array]:
     """Scores each token given those before it: (logp_BT, entropy_BT), nats; column 0 is 0.
 
+    hidden_RPD: of `hidden_states`, in the layout of the rollout.
+
     unembedding: [D, V], None = that of `params`.
 
     With a truncated sampling support the stored log-prob is on that support; here the kept mass of the sampler is
     divided out, so that old and new agree at the first update (a replay of the support's mass, not of its ids).
     """
-    B, T, D = hidden_BTD.shape
+    R, P, D = hidden_RPD.shape
     logp_N, entropy_N = token_logprob.token_logprob(
-        hidden_BTD[:, :-1].reshape(-1, D),
+        hidden_RPD[:, :-1].reshape(-1, D),
         transformer.unembedding(params) if unembedding is None else unembedding,
-        rollout.tokens_BT[:, 1:].reshape(-1),
+        packing.trunk_rows(rollout).tokens_BT[:, 1:].reshape(-1),
         temperature=temperature,
         soft_cap=config.logit_soft_cap,
         chunk=chunk,
     )
-    logp_BT, entropy_BT = (jnp.pad(x.reshape(B, T - 1), ((0, 0), (1, 0))) for x in (logp_N, entropy_N))
+    logp_BT, entropy_BT = (_per_token(x.reshape(R, P - 1), rollout) for x in (logp_N, entropy_N))
     return logp_BT - jnp.log(rollout.kept_mass_BT), entropy_BT
 
 
-def shifted_values(params, hidden_BTD: jax.Array) -> jax.Array:
+def _per_token(x_RP: jax.Array, rollout: base.Rollout) -> jax.Array:
+    """Brings what the states before the last say of the tokens after them to the rollouts [B, T]; column 0 is 0."""
+    x_BT = packing.to_tokens(jnp.pad(x_RP, ((0, 0), (1, 0))), rollout)
+    return jnp.where(jnp.arange(x_BT.shape[1]) > 0, x_BT, 0.0)
+
+
+def shifted_values(params, hidden_RPD: jax.Array, rollout: base.Rollout) -> jax.Array:
     """The critic's value before each token [B, T]: read at the position that predicts it; column 0 is 0."""
-    return jnp.pad(transformer.values(params, hidden_BTD)[:, :-1], ((0, 0), (1, 0)))
+    return _per_token(transformer.values(params, hidden_RPD)[:, :-1], rollout)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "columns", "temperature", "chunk", "span"))
@@ -116,7 +123,7 @@ def _own_columns(params, config, rollout: base.Rollout, columns, outcome_model, 
         return {}
     mask_BT, hidden_BTD, add = rollout.mask_BT, hidden_states(params, config, rollout), {}
     if "value_BT" in wanted:
-        add["value_BT"] = jnp.where(mask_BT, shifted_values(params, hidden_BTD), 0.0)
+        add["value_BT"] = jnp.where(mask_BT, shifted_values(params, hidden_BTD, rollout), 0.0)
     if "end_value_B" in wanted:
         last_B1 = jnp.maximum(rollout.length_B - 1, 0)[:, None]
         add["end_value_B"] = jnp.take_along_axis(transformer.values(params, hidden_BTD), last_B1, axis=1)[:, 0]
@@ -146,7 +153,7 @@ def _view_kl(params, voice, config, states_KUD, rollout: base.Rollout, *, temper
     """KL(student || teacher) over the whole vocabulary at each span token."""
     views = base.given(rollout.views, "views")
     K, U, D = states_KUD.shape
-    student_KUD = views_lib.student_states(hidden_states(params, config, rollout), views, U)
+    student_KUD = views_lib.student_states(hidden_states(params, config, rollout), rollout, U)
     value_N = divergence.divergence(
         student_KUD.reshape(-1, D),
         transformer.unembedding(params),
@@ -217,7 +224,7 @@ def _continuation_logp(params, tokens_BT, prefix_B, length_B, *, config, chunk: 
     T = tokens_BT.shape[1]
     positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
     ranges = attention.causal_ranges(length_B, T)
-    hidden_BTD = transformer.hidden_states(params, config, tokens_BT, positions_BT, ranges)
+    hidden_BTD = transformer.hidden_states(params, config, transformer.Rows(tokens_BT, positions_BT, ranges))
     logp_N, _ = token_logprob.token_logprob(
         hidden_BTD[:, :-1].reshape(-1, hidden_BTD.shape[-1]),
         transformer.unembedding(params),

@@ -69,8 +69,8 @@ class Views(flax.struct.PyTreeNode):
     source_K       int32   index of the locating rule; -1 = unused row.
     weight_K       float32 weight of the view (>= 0; 0 = unused or gated off).
     polarity_K     float32 +1 = move toward the hinted reading, -1 = contrast.
-    branch         int     static: tokens that a branch may hold (hint, and trunk[insert_at : span end]); 0 = each view
-                           is read on its own, from its prefix on.
+    branch         int     static: tokens that the branches of a rollout may hold together (each its hint, and
+                           trunk[insert_at : span end]); 0 = each view is read on its own, from its prefix on.
     """
 
     rollout_K: jax.Array
@@ -83,6 +83,23 @@ class Views(flax.struct.PyTreeNode):
     weight_K: jax.Array
     polarity_K: jax.Array
     branch: int = flax.struct.field(pytree_node=False, default=0)
+
+
+class Layout(flax.struct.PyTreeNode):
+    """Where rollouts, and the branches of their views, stand in the rows that the model reads.
+
+    row_B    int32  row of each rollout.
+    start_B  int32  index in that row at which its tokens begin.
+    at_K     int32  index among the branches of that row at which the view's branch begins.
+    rows, trunk, branch  int, static: rows R; tokens of a row P, and of its branches Q.
+    """
+
+    row_B: jax.Array
+    start_B: jax.Array
+    at_K: jax.Array
+    rows: int = flax.struct.field(pytree_node=False)
+    trunk: int = flax.struct.field(pytree_node=False)
+    branch: int = flax.struct.field(pytree_node=False)
 
 
 class Rollout(flax.struct.PyTreeNode):
@@ -113,6 +130,7 @@ class Rollout(flax.struct.PyTreeNode):
       mc_value_BT  float32 mean return of continuations from before a sampled token; NaN where none were drawn.
       tree_B       int32   rollouts with the same id grew from one tree (share a prefix); in [0, B).
       baseline_B   float32 return expected before the rollout was seen, learned over steps.
+      layout       Layout  the rows that the model reads; None = a row for each rollout.
     """
 
     tokens_BT: jax.Array
@@ -138,6 +156,7 @@ class Rollout(flax.struct.PyTreeNode):
     mc_value_BT: jax.Array | None = None
     tree_B: jax.Array | None = None
     baseline_B: jax.Array | None = None
+    layout: Layout | None = None
 
     @property
     def length_B(self) -> jax.Array:

@@ -187,7 +187,7 @@ def test_a_prompt_without_a_listing_and_a_task_without_a_right_answer_are_named(
 
 def add(hint="template", batch=BATCH, policy=None, **sizes):
     rows = [[examples.prompt(3), examples.action(2), examples.observation(3), examples.action(2)]] * len(batch)
-    sizes = {"per_rollout": 2, "hint_tokens": 80, "branch_tokens": 84} | sizes
+    sizes = {"per_rollout": 2, "hint_tokens": 80, "branch_tokens": 168} | sizes
     writing = feedback.Writing(locate.find(RULES), hint, TEMPLATES, policy=policy, **sizes)
     return feedback.add(examples.rollout(rows, T=16), batch, tiny.CHAT, writing, seed="s")
 
@@ -236,9 +236,9 @@ def test_T44_a_hint_is_never_cut(words):
 def test_T44_what_does_not_fit_is_refused():
     with pytest.raises(base.InputError, match="'failed_tool_call' has 8 tokens: raise feedback.hint_tokens=7"):
         add(hint_tokens=7)
-    with pytest.raises(base.InputError, match="a branch has 12 tokens: raise feedback.branch_tokens=11"):
-        add(branch_tokens=11)
-    add(hint_tokens=8, branch_tokens=12)
+    with pytest.raises(base.InputError, match="a rollout have 19 tokens: raise feedback.branch_tokens=18"):
+        add(branch_tokens=18)
+    add(hint_tokens=8, branch_tokens=19)
     findings, ids = found()[0], [[5] * 3] * 3
     with pytest.raises(ValueError, match="rollout 0 has more than 1 views"):
         views.build(findings, ids, BATCH, RULES, per_rollout=1, hint_capacity=8, branch=20)

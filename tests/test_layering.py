@@ -23,8 +23,9 @@ ROOMS = {
     "continuations": "rollout base",
     "anchors": "base",
     "rollout": "sample envs model base",
-    "feedback": "model kernels masked sharding base",
-    "annotate": "feedback model kernels masked sharding base",  # teacher columns are read off the views
+    "packing": "model kernels base",
+    "feedback": "packing model kernels masked sharding base",
+    "annotate": "feedback packing model kernels masked sharding base",  # teacher columns are read off the views
     "sample": "model kernels sharding base",
     "model": "kernels sharding base",
     "credit": "base masked returns kernels",

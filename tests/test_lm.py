@@ -26,7 +26,7 @@ def batches(seed=0, **changes):
 
 
 def nats(params, batch):
-    loss, count = lm.packed_loss(params, batch, config=CONFIG, chunk=16, remat=False)
+    loss, count = lm.packed_loss(params, batch, config=CONFIG, chunk=16)
     return float(loss) * int(count), int(count)
 
 
@@ -190,7 +190,7 @@ def test_perplexity_is_of_the_mean_nats_over_rows_that_start_afresh():
 
 def test_updates_lower_the_loss_and_leave_the_rest_alone():
     optimizer = optax.adam(0.01)
-    step = lm.make_update(CONFIG, optimizer, clip=1.0, chunk=64, remat=False)
+    step = lm.make_update(CONFIG, optimizer, clip=1.0, chunk=64)
     params, batch = tiny.params(CONFIG), next(batches())
     state = base.TrainState(jnp.int32(0), tiny.copy(params), optimizer.init(params))
     losses = []

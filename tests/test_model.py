@@ -19,12 +19,12 @@ FULL = tiny.config(
 B, T = 3, 11
 
 
-def whole(params, config, tokens, length=(T, T, T), shift=0, *, remat=False):
+def whole(params, config, tokens, length=(T, T, T), shift=0, *, remat=transformer.KEEP_ALL):
     tokens = jnp.asarray(tokens, jnp.int32)
     B, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width) + shift, (B, width))
     ranges = attention.causal_ranges(jnp.asarray(length), width)
-    return transformer.hidden_states(params, config, tokens, positions, ranges, remat=remat)
+    return transformer.hidden_states(params, config, transformer.Rows(tokens, positions, ranges), remat=remat)
 
 
 read = jax.jit(whole, static_argnames=("config",))
@@ -105,14 +105,22 @@ def test_only_distances_count():
     np.testing.assert_allclose(read(params, FULL, tokens), shifted, atol=1e-4)
 
 
-def test_recomputing_layers_changes_no_gradient():
+REMATS = [transformer.Remat(keep, offload) for keep in transformer.REMATS for offload in (False, True)]
+
+
+def test_what_is_recomputed_or_waits_elsewhere_changes_no_gradient():
     config, tokens = tiny.config(), draw(4)
 
     def graded(params, remat):
         return jax.value_and_grad(lambda p: jnp.sum(whole(p, config, tokens, remat=remat) ** 2))(params)
 
-    a, b = jax.jit(lambda p: [graded(p, remat) for remat in (False, True)])(tiny.params(config))
-    tiny.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    none, impossible, *others = REMATS
+    want, *found = jax.jit(lambda p: [graded(p, remat) for remat in (none, *others)])(tiny.params(config))
+    for got in found:
+        tiny.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for wrong in (impossible, transformer.Remat("all")):
+        with pytest.raises(ValueError, match="is none of"):
+            graded(tiny.params(config), wrong)
 
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_masters():

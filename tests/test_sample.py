@@ -61,7 +61,9 @@ class Streams:
 def _logits(params, tokens, length, *, config):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     ranges = attention.causal_ranges(length, tokens.shape[1])
-    logits = transformer.hidden_states(params, config, tokens, positions, ranges) @ transformer.unembedding(params)
+    logits = transformer.hidden_states(
+        params, config, transformer.Rows(tokens, positions, ranges)
+    ) @ transformer.unembedding(params)
     return config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
 
 

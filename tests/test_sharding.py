@@ -55,13 +55,13 @@ def test_an_lm_update_on_rows_over_data_and_fsdp():
         "tokens": rng.integers(0, 64, (B, T)), "train": rng.random((B, T)) < 0.7,
         "tokens_segment_ids": segments, "tokens_positions": (np.arange(T) - first) * (segments > 0),
     }  # fmt: skip
-    step = functools.partial(lm.make_update, CONFIG, OPTIMIZER, clip=1.0, chunk=512, remat=False)
+    step = functools.partial(lm.make_update, CONFIG, OPTIMIZER, clip=1.0, chunk=512)
     assert_equal_on(mesh_of(data=2, fsdp=4), step, state_of(tiny.params(CONFIG)), batch)
 
 
 def test_an_rl_update_with_views_over_every_axis():
     rollout = examples.random_rollout(0, B=B, T=T, turns=3)
-    views = examples.random_views(0, rollout, per_rollout=2).replace(branch=8)
+    views = examples.random_views(0, rollout, per_rollout=2).replace(branch=16)
     credit = base.Credit(rollout.logp_BT + 1.0, rollout.value_BT, views.weight_K, base.Divergence("forward_kl"))
     objective = update.Objective(span=4, teacher="ema", teacher_rate=0.5)
     step = functools.partial(update.make_update, CONFIG, objective, OPTIMIZER)

@@ -82,7 +82,7 @@ def test_the_nearest_field(name, near):
 
 
 @pytest.mark.parametrize(
-    "argument", ["--config.rl.updates=3", "--config.rl.updates", "--noconfig.compute.remat", "--x=1"]
+    "argument", ["--config.rl.updates=3", "--config.rl.updates", "--noconfig.compute.offload", "--x=1"]
 )
 def test_what_is_spelt_right_passes(argument):
     assert cli.misspelt([CONFIG, argument], default.get_config()) is None

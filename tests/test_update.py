@@ -36,7 +36,7 @@ RARE = 63  # a word of no rollout
 def draw(seed, rows=B, **knobs):
     """Rollouts with views, scored by the policy itself, and the credit of their spans and rewards."""
     rollout = examples.random_rollout(seed, B=rows, T=T, turns=3, **knobs)
-    views = examples.random_views(seed, rollout, per_rollout=PER, hint_tokens=4).replace(branch=4 + U + 2)
+    views = examples.random_views(seed, rollout, per_rollout=PER, hint_tokens=4).replace(branch=PER * (4 + U + 2))
     logp, _ = annotate.score_rollout(PARAMS, rollout, config=CONFIG)
     rollout = rollout.replace(logp_BT=logp, views=views)
     rng = np.random.default_rng(seed)

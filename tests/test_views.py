@@ -19,7 +19,7 @@ from tests import tiny
 
 CONFIG = tiny.config(logit_soft_cap=5.0)
 B, T, PER, N, U = 4, 20, 2, 5, 4
-K, BRANCH = B * PER, T + N
+K, BRANCH = B * PER, PER * (T + N)
 TEMPERATURE = 0.8
 OBJECTIVE = update.Objective(span=U)
 PARAMS, OTHER = tiny.params(CONFIG, 0), tiny.params(CONFIG, 1)
@@ -49,7 +49,8 @@ def credit_of(rollout, name="forward_kl"):
 def loss_of(params, teacher, rollout, nudge=0.0, name="forward_kl"):
     """nudge: added to the student's states, to see which of them count."""
     hidden, credit = annotate.hidden_states(params, CONFIG, rollout) + nudge, credit_of(rollout, name)
-    return update.feedback_loss(params, teacher, CONFIG, hidden, rollout, credit, OBJECTIVE)[0]
+    read = views_lib.teacher_states(params if teacher is None else teacher, CONFIG, rollout, U)
+    return update.feedback_loss(params, teacher, CONFIG, hidden, read, rollout, credit, OBJECTIVE)[0]
 
 
 @jax.jit

@@ -13,15 +13,16 @@ from rsi_jax.kernels.attention import reference
 def attention(q_BTHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float, chunk: int = 128) -> jax.Array:
     """Same result as the reference for rows whose ranges look back only; T queries on T keys."""
     B, T, H, C = q_BTHC.shape
-    J = k_BJSC.shape[1]
+    J, S = k_BJSC.shape[1:3]
     if H % J:
         raise ValueError(f"{H} query heads do not divide into {J} kv heads")
     q_BJGTC = q_BTHC.reshape(B, T, J, H // J, C).transpose(0, 2, 3, 1, 4) * scale
     out = []
     for start in range(0, T, chunk):
         end = min(start + chunk, T)
-        mask_BTS = reference.visible(type(ranges)(*(x[:, start:end] for x in ranges)), end)
-        out.append(_chunk(q_BJGTC[:, :, :, start:end], k_BJSC[:, :, :end], v_BJSC[:, :, :end], mask_BTS, soft_cap))
+        seen = min(end + S - T, S)  # the queries are those of the last T keys
+        mask_BTS = reference.visible(type(ranges)(*(x[:, start:end] for x in ranges)), seen)
+        out.append(_chunk(q_BJGTC[:, :, :, start:end], k_BJSC[:, :, :seen], v_BJSC[:, :, :seen], mask_BTS, soft_cap))
     out_BJGTC = jnp.concatenate(out, axis=3)
     return out_BJGTC.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C).astype(q_BTHC.dtype)
 

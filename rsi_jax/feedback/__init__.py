@@ -14,7 +14,7 @@ class Writing:
     """How feedback is written, fixed over a stage.
 
     rules: bound rules by name. hint: a writer's name. per_rollout: views of one rollout at most.
-    hint_tokens, branch_tokens: capacities of a hint, and of a hint with the trunk from its place to the span's end.
+    hint_tokens, branch_tokens: capacities of a hint, and of the branches of a rollout together (0 = as they need).
     """
 
     rules: Mapping[str, locate.Rule]

@@ -1,8 +1,8 @@
 """Hinted re-readings: from hints to views, and the teacher's and the student's states on their spans.
 
-A rollout and its views are one packed row: the trunk, then a branch per view (DESIGN section 5), so that a hint costs
-its own tokens and its span's, not its prefix. `reread` is the definition that packing is held to: each view in a row of
-its own, prefix, hint, span.
+A rollout and its views are one packed row: the trunk, and a branch per view (see packing.py), so that a hint costs its
+own tokens and its span's, not its prefix. `reread` is the definition that packing is held to: each view in a row of its
+own, prefix, hint, span.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsi_jax import base
+from rsi_jax import base, packing
 from rsi_jax.feedback.locate import Finding
 from rsi_jax.kernels import attention
 from rsi_jax.model import transformer
@@ -31,6 +31,7 @@ def build(
     """Lays findings and their hint ids out as host columns, K = rollouts * per_rollout.
 
     The capacities are fixed over a stage, so that one shape is compiled; nothing is ever cut to fit them.
+    branch: tokens that the branches of a rollout may hold together; 0 = what these need, rounded up to a power of two.
 
     An empty hint makes no view: with a live teacher its term is exactly 0, and with another teacher it would be a pull
     to the lagged self that has nothing to do with feedback. `feedback.add` counts them.
@@ -57,9 +58,6 @@ def build(
         for name, value in values.items():
             ints[name][k] = value
         hint_KN[k, : len(ids)], source[k], weight[k] = ids, list(rules).index(finding.rule), 1.0
-    needed_K = ints["hint_length"] + ints["span_start"] + ints["span_length"] - ints["insert_at"]
-    if needed_K.max() > branch:
-        raise base.InputError(f"a branch has {needed_K.max()} tokens: raise feedback.branch_tokens={branch}")
     columns: dict[str, Any] = {f"{name}_K": array for name, array in ints.items()}
     columns |= dict(
         rollout_K=np.repeat(np.arange(len(transcripts), dtype=np.int32), per_rollout),
@@ -68,13 +66,22 @@ def build(
         weight_K=weight,
         polarity_K=np.ones(K, np.float32),
     )
-    return base.Views(branch=branch, **columns)
+    views = base.Views(branch=branch, **columns)
+    needed = _needed(views, len(transcripts))
+    if branch and needed > branch:
+        raise base.InputError(f"the branches of a rollout have {needed} tokens: raise feedback.branch_tokens={branch}")
+    return views if branch else views.replace(branch=packing.power_of_two(needed))
+
+
+def _needed(views: base.Views, rollouts: int) -> int:
+    """Tokens of the branches of the rollout that has the most."""
+    return int(np.asarray(packing.branch_length(views)).reshape(rollouts, -1).sum(axis=1).max(initial=0))
 
 
 def rehint(views: base.Views, hints: Sequence[Sequence[int]], *, field: str = "feedback.hint_tokens") -> base.Views:
-    """Gives the used views other hints, in order: the same spans, read with other words.
+    """Gives the used views other hints, in order: the same spans, read with other words; the row grows when it must.
 
-    Raises: base.InputError when a hint or a branch does not fit.
+    Raises: base.InputError when a hint does not fit.
     """
     used_K = np.flatnonzero(np.asarray(views.span_length_K) > 0)
     capacity = views.hint_KN.shape[1]
@@ -83,10 +90,9 @@ def rehint(views: base.Views, hints: Sequence[Sequence[int]], *, field: str = "f
         if len(ids) > capacity:
             raise base.InputError(f"a hint has {len(ids)} tokens: raise {field}={capacity}")
         hint_KN[k, : len(ids)], length_K[k] = ids, len(ids)
-    longest = int(np.max((length_K + views.span_start_K + views.span_length_K - views.insert_at_K)[used_K], initial=0))
-    if views.branch and longest > views.branch:
-        raise base.InputError(f"a branch has {longest} tokens: raise feedback.branch_tokens={views.branch}")
-    return views.replace(hint_KN=hint_KN, hint_length_K=length_K)
+    views = views.replace(hint_KN=hint_KN, hint_length_K=length_K)
+    needed = _needed(views, int(np.max(views.rollout_K, initial=0)) + 1)
+    return views.replace(branch=packing.power_of_two(needed)) if 0 < views.branch < needed else views
 
 
 def probe(
@@ -113,7 +119,7 @@ def probe(
         weight_K=weight_K,
         polarity_K=np.ones(K, np.float32),
     )
-    return base.Views(branch=capacity + 1, **named)
+    return base.Views(branch=per_rollout * (capacity + 1), **named)
 
 
 def reread(tokens_BT: jax.Array, views: base.Views) -> tuple[jax.Array, jax.Array]:
@@ -145,59 +151,33 @@ def span_mask(views: base.Views, span: int) -> jax.Array:
     return (offset_U < views.span_length_K[:, None]) & (first_K > 0)
 
 
-def _take(states_RTD: jax.Array, row_K: jax.Array, at_KU: jax.Array) -> jax.Array:
-    return states_RTD[row_K[:, None], jnp.clip(at_KU, 0, states_RTD.shape[1] - 1)]
-
-
-def _take_span(states_RTD: jax.Array, row_K: jax.Array, first_K: jax.Array, span: int) -> jax.Array:
-    return _take(states_RTD, row_K, first_K[:, None] + jnp.arange(span))
+def _take(states_RPD: jax.Array, row_K: jax.Array, first_K: jax.Array, count: int) -> jax.Array:
+    """States at `count` places from `first` on, in a row of each view [K, count, D]."""
+    at_KU = first_K[:, None] + jnp.arange(count)
+    return states_RPD[row_K[:, None], jnp.clip(at_KU, 0, states_RPD.shape[1] - 1)]
 
 
 def span_tokens(tokens_BT: jax.Array, views: base.Views, span: int) -> jax.Array:
     """The sampled tokens of each span [K, U]."""
-    return _take_span(tokens_BT[..., None], views.rollout_K, views.span_start_K, span)[..., 0]
+    return _take(tokens_BT, views.rollout_K, views.span_start_K, span)
 
 
-def student_states(hidden_BTD: jax.Array, views: base.Views, span: int) -> jax.Array:
+def student_states(hidden_RPD: jax.Array, rollout: base.Rollout, span: int) -> jax.Array:
     """The states on the trunk that predict each span token, without the hint [K, U, D]."""
-    return _take_span(hidden_BTD, views.rollout_K, views.span_start_K - 1, span)
+    views, layout = base.given(rollout.views, "views"), packing.layout_of(rollout)
+    row_K, start_K = layout.row_B[views.rollout_K], layout.start_B[views.rollout_K]
+    return _take(hidden_RPD, row_K, start_K + views.span_start_K - 1, span)
 
 
-def pack(tokens_BT: jax.Array, length_B: jax.Array, views: base.Views):
-    """Packs every rollout and its views into one row: the trunk, then a branch per view.
+def read(
+    params, config: transformer.Config, rollout: base.Rollout, *, remat: transformer.Remat = transformer.KEEP_ALL
+) -> tuple[jax.Array, jax.Array]:
+    """Reads the rollouts and their branches in one forward: hidden states [R, P, D] and [R, Q, D].
 
-    A branch is the hint and a copy of trunk[insert_at : span end]; its positions run on from insert_at. It sees the
-    trunk before insert_at and itself; the trunk sees itself. Rows: T + (views per rollout) * views.branch tokens.
-    Returns: (tokens_BR, positions_BR, ranges).
+    No gradient flows through the branches: the policy is its own (live) teacher.
     """
-    B, T = tokens_BT.shape
-    K, N = views.hint_KN.shape
-    W, per = views.branch, K // B
-    offset_W = jnp.arange(W)
-    at_K1, n_K1 = views.insert_at_K[:, None], views.hint_length_K[:, None]
-    used_K1 = (views.span_length_K > 0)[:, None]
-    copied_KW = jnp.clip(at_K1 + offset_W - n_K1, 0, T - 1)
-    from_trunk_KW = jnp.take_along_axis(tokens_BT[views.rollout_K], copied_KW, axis=1)
-    from_hint_KW = views.hint_KN[:, jnp.clip(offset_W, 0, N - 1)]
-    end_K1 = n_K1 + (views.span_start_K + views.span_length_K)[:, None] - at_K1
-    valid_KW = used_K1 & (offset_W < end_K1)
-    tokens_KW = jnp.where(valid_KW, jnp.where(offset_W < n_K1, from_hint_KW, from_trunk_KW), 0)
-    first_K1 = (T + W * (jnp.arange(K) % per))[:, None]
-    trunk = attention.causal_ranges(length_B, T)
-    zero_KW = jnp.zeros((K, W), jnp.int32)
-    branch = attention.Ranges(
-        zero_KW,
-        jnp.where(valid_KW, at_K1, 0),
-        jnp.where(valid_KW, first_K1, 0),
-        jnp.where(valid_KW, first_K1 + offset_W + 1, 0),
-    )
-
-    def row(trunk_BT, branch_KW):
-        return jnp.concatenate([trunk_BT, branch_KW.reshape(B, per * W)], axis=1)
-
-    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-    ranges = attention.Ranges(*(row(x, y) for x, y in zip(trunk, branch, strict=True)))
-    return row(tokens_BT, tokens_KW), row(positions_BT, jnp.broadcast_to(at_K1 + offset_W, (K, W))), ranges
+    trunk, branch = packing.trunk_rows(rollout), packing.branch_rows(rollout)
+    return transformer.branched_states(params, config, trunk, branch, remat=remat)
 
 
 def teacher_states(params, config: transformer.Config, rollout: base.Rollout, span: int) -> jax.Array:
@@ -207,39 +187,40 @@ def teacher_states(params, config: transformer.Config, rollout: base.Rollout, sp
     """
     params, views = jax.lax.stop_gradient(params), base.given(rollout.views, "views")
     if views.branch:
-        before_K = views.hint_length_K + views.span_start_K - views.insert_at_K - 1
-        states_KUD = _branch_states(params, config, rollout, before_K[:, None] + jnp.arange(span))
-    else:
-        tokens_KW, length_K = reread(rollout.tokens_BT, views)
-        positions_KW = jnp.broadcast_to(jnp.arange(tokens_KW.shape[1]), tokens_KW.shape)
-        ranges = attention.causal_ranges(length_K, tokens_KW.shape[1])
-        hidden_RTD = transformer.hidden_states(params, config, tokens_KW, positions_KW, ranges)
-        first_K = views.span_start_K + views.hint_length_K - 1
-        states_KUD = _take_span(hidden_RTD, jnp.arange(tokens_KW.shape[0]), first_K, span)
-    return jax.lax.stop_gradient(states_KUD)
+        return span_states(*read(params, config, rollout), rollout, span)
+    tokens_KW, length_K = reread(rollout.tokens_BT, views)
+    positions_KW = jnp.broadcast_to(jnp.arange(tokens_KW.shape[1]), tokens_KW.shape)
+    rows = transformer.Rows(tokens_KW, positions_KW, attention.causal_ranges(length_K, tokens_KW.shape[1]))
+    hidden_KWD = transformer.hidden_states(params, config, rows)
+    first_K = views.span_start_K + views.hint_length_K - 1
+    return jax.lax.stop_gradient(_take(hidden_KWD, jnp.arange(len(tokens_KW)), first_K, span))
+
+
+def span_states(hidden_RPD: jax.Array, branch_RQD: jax.Array, rollout: base.Rollout, span: int) -> jax.Array:
+    """Picks the teacher's states that predict each span token from what `read` gave [K, U, D]; no gradient."""
+    views = base.given(rollout.views, "views")
+    before_K = views.hint_length_K + views.span_start_K - views.insert_at_K - 1
+    return _branch_states(hidden_RPD, branch_RQD, rollout, before_K, span)
 
 
 def hint_states(params, config: transformer.Config, rollout: base.Rollout) -> jax.Array:
     """The states that predict each token of the hints of packed views [K, N, D]; no gradient."""
-    shape = base.given(rollout.views, "views").hint_KN.shape
-    offset_KN = jnp.broadcast_to(jnp.arange(shape[1]) - 1, shape)
-    return jax.lax.stop_gradient(_branch_states(jax.lax.stop_gradient(params), config, rollout, offset_KN))
+    K, N = base.given(rollout.views, "views").hint_KN.shape
+    hidden = read(jax.lax.stop_gradient(params), config, rollout)
+    return _branch_states(*hidden, rollout, jnp.full(K, -1), N)
 
 
-def _branch_states(params, config: transformer.Config, rollout: base.Rollout, offset_KU: jax.Array) -> jax.Array:
-    """States at places of the branches, counted from their starts; -1 is the trunk's token before the branch."""
-    views = base.given(rollout.views, "views")
-    rows_BR = pack(rollout.tokens_BT, rollout.length_B, views)
-    hidden_RTD = transformer.hidden_states(params, config, *rows_BR)
-    per = views.rollout_K.shape[0] // rollout.tokens_BT.shape[0]
-    branch_K = rollout.tokens_BT.shape[1] + views.branch * (jnp.arange(views.rollout_K.shape[0]) % per)
-    # An empty hint right at its span (offset -1): the last token of the trunk before it predicts.
-    at_KU = jnp.where(offset_KU < 0, views.insert_at_K[:, None] - 1, branch_K[:, None] + offset_KU)
-    return _take(hidden_RTD, views.rollout_K, at_KU)
+def _branch_states(hidden_RPD, branch_RQD, rollout: base.Rollout, first_K: jax.Array, count: int) -> jax.Array:
+    """States at `count` places of each branch, counted from its start; -1 is the trunk's token before the branch."""
+    views, layout = base.given(rollout.views, "views"), packing.layout_of(rollout)
+    row_K, start_K = layout.row_B[views.rollout_K], layout.start_B[views.rollout_K]
+    on_branch_KUD = _take(branch_RQD, row_K, layout.at_K + first_K, count)
+    # An empty hint right at its span (-1): the last token of the trunk before it predicts.
+    on_trunk_KD = hidden_RPD[row_K, jnp.maximum(start_K + views.insert_at_K - 1, 0)]
+    forked_KU = first_K[:, None] + jnp.arange(count) >= 0
+    return jax.lax.stop_gradient(jnp.where(forked_KU[..., None], on_branch_KUD, on_trunk_KD[:, None]))
 
 
 def extra_tokens(views: base.Views) -> int:
     """Forward tokens that the branches add to the trunk (host arithmetic, for the ledger)."""
-    used = np.asarray(views.span_length_K) > 0
-    ends = views.span_start_K + views.span_length_K - views.insert_at_K + views.hint_length_K
-    return int(np.asarray(ends)[used].sum())
+    return int(np.asarray(packing.branch_length(views)).sum())

@@ -2,12 +2,12 @@
 
 Every loss is a sum: loss = Σ_bt weight_BT * loss_BT. The weights carry the denominator, and `aggregate_weights` makes
 them ONCE over the whole optimizer batch; any split of its rows into micro-batches or devices, any packing and any
-padding then sum to the same number. Metrics are sums for the same reason; `summarise` merges and finishes them.
+padding then sum to the same number. Metrics are sums for the same reason; `combine` adds and `summarise` finishes them.
 
     weight_BT = aggregate_weights(mask_BT, weight_B, group_B, how="token_mean")          # once per optimizer batch
     loss, sums = policy_loss(logp_BT, old_logp_BT, adv_BT, mask_BT, weight_BT)           # per micro-batch: add them up
     loss += coef * weighted_sum(kl_penalty_BT(logp_BT, ref_logp_BT, mask_BT), mask_BT, weight_BT)
-    metrics = summarise(sums)                                                            # once, of the stacked sums
+    metrics = summarise(sums)                                                            # once; `combine` adds sums
 
 To weight tokens further (`correction_weights`), multiply weight_BT.
 """
@@ -20,6 +20,7 @@ from rsi_jax.losses.policy import (
     LOG_RATIO_MAX,
     RATIO_LEVELS,
     SURROGATES,
+    combine,
     entropy_bonus,
     importance_weights,
     log_ratio,
@@ -40,6 +41,7 @@ __all__ = [
     "aggregate_weights",
     "check_correction",
     "cispo",
+    "combine",
     "correction_weights",
     "dppo",
     "dro",

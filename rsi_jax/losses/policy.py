@@ -142,11 +142,16 @@ def _off_policy_sums(log_ratio_BT: jax.Array, clipped_BT: jax.Array, mask_BT: ja
     }
 
 
+def combine(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Adds the sums of two parts of a batch: what `policy_loss` and `value_loss` return for the whole."""
+    return {name: jnp.maximum(a[name], b[name]) if name == "ratio_max" else a[name] + b[name] for name in a}
+
+
 def summarise(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Finishes the sums of `policy_loss`, and of `value_loss` where there is one, into metrics over all micro-batches.
 
     Args:
-      sums: scalars of one micro-batch, or stacked over micro-batches (what lax.scan returns).
+      sums: of the whole batch (see `combine`).
 
     Returns: over the trained tokens,
       tokens              how many
@@ -159,9 +164,8 @@ def summarise(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
       ess                 (Σ r)² / (n Σ r²), in (0, 1]: effective share of the samples; 1 on-policy, 0 of nothing
       value_clip_fraction share of the critic's tokens whose gradient was cut; only with a critic
     """
-    sums = dict(sums)
-    spread_2N = jnp.sum(sums.pop("log_ratio_histogram").reshape(-1, 2, spread.BINS), axis=0)
-    total = {name: jnp.max(x) if name == "ratio_max" else jnp.sum(x) for name, x in sums.items()}
+    total = dict(sums)
+    spread_2N = total.pop("log_ratio_histogram")
     quantiles = {f"ratio_p{q:02}": jnp.exp(spread.quantile(spread_2N, q / 100)) for q in (1, 50, 99)}
     per_token = aggregate.reciprocal(total["tokens"])
     critic = {}

@@ -1,19 +1,21 @@
 """One decoder for every model here: GQA, RoPE, RMSNorm, SwiGLU; built-in tiny sizes, Llama, SmolLM2.
 
 The modules are flax.nnx; the trainer sees pure functions of a params pytree (a nested dict of arrays):
-`init` makes it, `hidden_states` reads whole rows, `extend` appends chunks to a KV cache.
+`init` makes it, `hidden_states` reads whole rows, `branched_states` rows and what forks off them, `extend` appends
+chunks to a KV cache.
 Layers are unrolled and each has its own cache buffers: on CPU this decodes about twice as fast as a scan over a
 stacked cache.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from rsi_jax.kernels import attention as attention_op
 
@@ -25,7 +27,8 @@ Cache = list[tuple[jax.Array, jax.Array]]  # per layer: keys and values, each [B
 class Config:
     """Shape of a decoder. The defaults are the tiny built-in model.
 
-    window: keys a query sees back, itself included (0 = all). soft caps: 0 = none.
+    window: keys a query sees back, itself included (0 = all). global_every: with a window, every n-th layer sees all
+    keys, the n-th first (0 = no layer). soft caps: 0 = none.
     head_size * heads need not equal width. value_head adds one scalar per token.
     """
 
@@ -41,6 +44,7 @@ class Config:
     tied: bool = True
     qk_norm: bool = False
     window: int = 0
+    global_every: int = 0
     attention_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
     value_head: bool = False
@@ -51,6 +55,56 @@ class Config:
             raise ValueError(f"model.heads={self.heads} must be a multiple of model.kv_heads={self.kv_heads}")
         if self.head_size % 2:
             raise ValueError(f"model.head_size={self.head_size} must be even (RoPE rotates pairs)")
+
+    def windowed(self, layer: int) -> bool:
+        """Whether layer 0, 1, ... sees the last `window` keys only."""
+        return bool(self.window) and not (self.global_every and (layer + 1) % self.global_every == 0)
+
+
+class Rows(NamedTuple):
+    """Rows for the model to read: tokens, their positions inside their sequences, and the keys that each may see."""
+
+    tokens_BT: jax.Array
+    positions_BT: jax.Array
+    ranges: attention_op.Ranges
+
+
+REMATS = ("none", "layer", "attention")  # what the backward pass recomputes; see `Remat`
+
+
+class Remat(NamedTuple):
+    """What is kept of the forward pass for the backward pass, and where.
+
+    keep: 'none' = all activations stay; 'layer' = a layer's input stays, the rest is computed again; 'attention' = its
+      input and its attention's output stay: no attention is computed again, for twice the memory.
+    offload: what is kept waits in the host's memory (needs keep != 'none'; no effect on a CPU).
+    """
+
+    keep: str = "none"
+    offload: bool = False
+
+    def wrap(self, call):
+        """Makes a method of a layer recompute what is not kept.
+
+        Raises: ValueError for an unknown choice, or an offload of everything.
+        """
+        if self.keep not in REMATS or (self.offload and self.keep == "none"):
+            raise ValueError(f"remat {self} is none of {REMATS}, of which 'none' has no offload")
+        if self.keep == "none":
+            return call
+        names = ["layer"] + ["attention"] * (self.keep == "attention")
+        policies = jax.checkpoint_policies
+        if self.offload:
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[], names_which_can_be_offloaded=names,
+                offload_src="device", offload_dst="pinned_host",
+            )  # fmt: skip
+        else:
+            policy = policies.save_only_these_names(*names)
+        return nnx.remat(call, policy=policy)
+
+
+KEEP_ALL = Remat()
 
 
 # Logical axes of each parameter, by the end of its path; sharding.py maps them to the mesh.
@@ -129,9 +183,11 @@ class Attention(nnx.Module):
     def _out(self, out_BTHC):
         return jnp.einsum("bthc,hcd->btd", out_BTHC, self.o[...].astype(out_BTHC.dtype))
 
-    def __call__(self, x_BTD, positions_BT, ranges):
-        q, k, v = self._project(x_BTD, positions_BT)
-        return self._out(attention_op.attention(q, k, v, ranges, **self._knobs()))
+    def __call__(self, x_BTD, positions_BT, ranges, before=()):
+        """Attends over the keys and values `before` and the row's own: (out, the row's own keys and values)."""
+        q, *own = self._project(x_BTD, positions_BT)
+        k, v = (jnp.concatenate(parts, axis=1) for parts in zip(before, own, strict=True)) if before else own
+        return self._out(attention_op.attention(q, k, v, ranges, **self._knobs())), tuple(own)
 
     def extend(self, x_BOD, positions_BO, slots_BO, ranges, cache):
         """Writes keys and values at cache `slots_BO` (out of range = not written), then attends over the cache."""
@@ -166,9 +222,11 @@ class Block(nnx.Module):
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
         self.ffn = SwiGLU(config, rngs)
 
-    def __call__(self, x_BTD, positions_BT, ranges):
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions_BT, ranges)
-        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+    def __call__(self, x_BTD, positions_BT, ranges, before=()):
+        x_BTD = checkpoint_name(x_BTD, "layer")
+        out_BTD, own = self.attention(self.attention_norm(x_BTD), positions_BT, ranges, before)
+        x_BTD = x_BTD + out_BTD
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD)), own
 
     def extend(self, x_BOD, positions_BO, slots_BO, ranges, cache):
         out, cache = self.attention.extend(self.attention_norm(x_BOD), positions_BO, slots_BO, ranges, cache)
@@ -208,12 +266,26 @@ class Decoder(nnx.Module):
     def _embed(self, tokens):
         return self.embed.embedding[...].astype(self.config.dtype)[tokens]
 
-    def __call__(self, tokens_BT, positions_BT, ranges, remat: bool):
-        x_BTD = self._embed(tokens_BT)
-        for block in self.layers:
-            call = nnx.remat(Block.__call__) if remat else Block.__call__
-            x_BTD = call(block, x_BTD, positions_BT, ranges)
+    def ranges_of(self, rows: Rows) -> list[attention_op.Ranges]:
+        """The ranges of each layer."""
+        near = rows.ranges.window(rows.positions_BT, self.config.window) if self.config.window else rows.ranges
+        return [near if self.config.windowed(layer) else rows.ranges for layer in range(self.config.layers)]
+
+    def __call__(self, trunk: Rows, remat: Remat):
+        x_BTD, call = self._embed(trunk.tokens_BT), remat.wrap(Block.__call__)
+        for block, ranges in zip(self.layers, self.ranges_of(trunk), strict=True):
+            x_BTD, _ = call(block, x_BTD, trunk.positions_BT, ranges)
         return self.norm(x_BTD).astype(jnp.float32)
+
+    def branched(self, trunk: Rows, branch: Rows, still: "Decoder", remat: Remat):
+        """Reads the trunk, and the branches with `still`, the same stack whose parameters have no gradient."""
+        x_BTD, call = self._embed(trunk.tokens_BT), remat.wrap(Block.__call__)
+        y_BQD = still._embed(branch.tokens_BT)
+        layers = zip(self.layers, still.layers, self.ranges_of(trunk), self.ranges_of(branch), strict=True)
+        for block, still_block, trunk_ranges, branch_ranges in layers:
+            x_BTD, own = call(block, x_BTD, trunk.positions_BT, trunk_ranges)
+            y_BQD, _ = still_block(y_BQD, branch.positions_BT, branch_ranges, jax.lax.stop_gradient(own))
+        return self.norm(x_BTD).astype(jnp.float32), still.norm(y_BQD).astype(jnp.float32)
 
     def extend(self, tokens_BO, cached_B, chunk_length_B, cache):
         O, S = tokens_BO.shape[1], cache[0][0].shape[2]
@@ -223,11 +295,10 @@ class Decoder(nnx.Module):
         zero_BO = jnp.zeros_like(slots_BO)
         end_BO = jnp.where(used_BO, slots_BO + 1, 0)
         ranges = attention_op.Ranges(zero_BO, zero_BO, zero_BO, end_BO)
-        if self.config.window:
-            ranges = ranges.window(slots_BO, self.config.window)
+        each = self.ranges_of(Rows(tokens_BO, slots_BO, ranges))
         write_BO = jnp.where(used_BO, slots_BO, S)
         x_BOD, new = self._embed(tokens_BO), []
-        for block, layer_cache in zip(self.layers, cache, strict=True):
+        for block, ranges, layer_cache in zip(self.layers, each, cache, strict=True):
             x_BOD, layer_cache = block.extend(x_BOD, slots_BO, write_BO, ranges, layer_cache)
             new.append(layer_cache)
         return self.norm(x_BOD).astype(jnp.float32), new
@@ -247,23 +318,25 @@ def init(config: Config, key: jax.Array) -> Params:
     return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key)), nnx.Param))
 
 
-def hidden_states(
-    params: Params,
-    config: Config,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    ranges: attention_op.Ranges,
-    *,
-    remat: bool = False,
-) -> jax.Array:
-    """Reads whole rows: final hidden states [B, T, D], float32; position t predicts token t + 1.
+def hidden_states(params: Params, config: Config, trunk: Rows, *, remat: Remat = KEEP_ALL) -> jax.Array:
+    """Reads whole rows: final hidden states [B, T, D], float32; position t predicts token t + 1."""
+    chex.assert_equal_shape([trunk.tokens_BT, trunk.positions_BT, trunk.ranges.hi2])
+    return _merge(config, params)(trunk, remat)
 
-    remat: recompute each layer in the backward pass (memory for time).
+
+def branched_states(
+    params: Params, config: Config, trunk: Rows, branch: Rows, *, remat: Remat = KEEP_ALL
+) -> tuple[jax.Array, jax.Array]:
+    """Reads rows and the branches that fork off them, in one forward: hidden states [B, T, D] and [B, Q, D], float32.
+
+    The ranges of the branches are in indices of the row's keys, then the branches' own (T + Q). Each layer carries two
+    streams: a branch reads with stop_gradient(params) and attends to stop_gradient(keys and values of the trunk), so a
+    gradient costs what it costs for the trunk alone (in one concatenated row zero cotangents would be propagated too).
     """
-    chex.assert_equal_shape([tokens_BT, positions_BT, ranges.hi2])
-    if config.window:
-        ranges = ranges.window(positions_BT, config.window)
-    return _merge(config, params)(tokens_BT, positions_BT, ranges, remat)
+    chex.assert_equal_shape([trunk.tokens_BT, trunk.positions_BT, trunk.ranges.hi2])
+    chex.assert_equal_shape([branch.tokens_BT, branch.positions_BT, branch.ranges.hi2])
+    still = _merge(config, jax.lax.stop_gradient(params))
+    return _merge(config, params).branched(trunk, branch, still, remat)
 
 
 def new_cache(config: Config, rows: int, capacity: int) -> Cache:

@@ -29,7 +29,7 @@ def _lm_stage(run: loop.Run, index: int, params) -> loop.Stage:
     places = sharding.param_shardings(state, transformer.LOGICAL_AXES, parts.mesh)
     state, compute = jax.device_put(state, places), config.compute
     update = lm.make_update(
-        parts.model, optimizer, clip=knobs.clip, chunk=compute.chunk, remat=compute.remat, places=places
+        parts.model, optimizer, clip=knobs.clip, chunk=compute.chunk, remat=setup.remat(config), places=places
     )
 
     def step(state, i):

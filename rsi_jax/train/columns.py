@@ -135,7 +135,7 @@ class Maker:
             ["hindsight"],
             per_rollout=self.sampler.env.max_turns,
             hint_capacity=capacity,
-            branch=capacity + self.writing.branch_tokens,
+            branch=0,
         )
         return views.rehint(made, [ids[finding.row] for finding in findings], field="columns.hindsight_tokens")
 

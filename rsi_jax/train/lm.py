@@ -147,7 +147,14 @@ def batches(knobs, make_env, chat: Chat, seed: int):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk", "remat"))
-def packed_loss(params, batch: dict[str, jax.Array], *, config: transformer.Config, chunk: int, remat: bool):
+def packed_loss(
+    params,
+    batch: dict[str, jax.Array],
+    *,
+    config: transformer.Config,
+    chunk: int,
+    remat: transformer.Remat = transformer.KEEP_ALL,
+):
     """Mean negative log-prob of the predicted tokens over the whole batch, nats, and their number."""
     tokens_BT, segment_BT, positions_BT = batch["tokens"], batch["tokens_segment_ids"], batch["tokens_positions"]
     B, T = tokens_BT.shape
@@ -155,7 +162,8 @@ def packed_loss(params, batch: dict[str, jax.Array], *, config: transformer.Conf
     zero_BT, used_BT = jnp.zeros_like(place_BT), segment_BT > 0
     start_BT, end_BT = jnp.where(used_BT, place_BT - positions_BT, 0), jnp.where(used_BT, place_BT + 1, 0)
     ranges = attention.Ranges(zero_BT, zero_BT, start_BT, end_BT)
-    hidden_BTD = transformer.hidden_states(params, config, tokens_BT, positions_BT, ranges, remat=remat)
+    rows = transformer.Rows(tokens_BT, positions_BT, ranges)
+    hidden_BTD = transformer.hidden_states(params, config, rows, remat=remat)
     logp_N, _ = token_logprob.token_logprob(
         hidden_BTD[:, :-1].reshape(-1, hidden_BTD.shape[-1]),
         transformer.unembedding(params),
@@ -174,7 +182,7 @@ def make_update(
     *,
     clip: float,
     chunk: int,
-    remat: bool,
+    remat: transformer.Remat = transformer.KEEP_ALL,
     places: Any = None,
 ):
     """Binds the static parts and jits: update(state, batch) -> (state, metrics). The state is donated.
@@ -203,6 +211,6 @@ def perplexity(params, ids: list[int], *, config: transformer.Config, chunk: int
         used = (np.arange(row_tokens) < len(piece))[None]
         columns = {"tokens": row, "train": used, "tokens_segment_ids": used.astype(np.int32)}
         columns["tokens_positions"] = np.arange(row_tokens, dtype=np.int32)[None] * used
-        loss, count = packed_loss(params, columns, config=config, chunk=chunk, remat=False)
+        loss, count = packed_loss(params, columns, config=config, chunk=chunk)
         total, tokens = total + float(loss) * int(count), tokens + int(count)
     return float(np.exp(total / max(1, tokens)))

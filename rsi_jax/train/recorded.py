@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsi_jax import annotate, base, feedback
+from rsi_jax import annotate, base, feedback, packing
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.model.chat import Chat
-from rsi_jax.train import rl, samples, setup
+from rsi_jax.train import samples, setup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,16 +160,15 @@ def score(
             f"credit.name={config.credit.name!r} needs {', '.join(beyond)}, which cannot be made of recorded traces"
         )
     turns = [turn for transcript in transcripts for turn in transcript.turns]
-    longest = max(turn.start + turn.length - turn.insert_at for turn in turns)
     writing = setup.make_writing(config)
-    writing = dataclasses.replace(writing, branch_tokens=samples.power_of_two(longest + writing.hint_tokens))
+    writing = dataclasses.replace(writing, branch_tokens=0)
     rollout, written, _ = feedback.add(rollout, transcripts, chat, writing, seed="explain")
     columns = tuple(dict.fromkeys(("view_logp_KU", *(name for name in needs if name != "views"))))
-    span = samples.power_of_two(max(turn.length for turn in turns))
+    span = packing.power_of_two(max(turn.length for turn in turns))
     how = dict(config=model, temperature=config.sample.temperature, chunk=config.compute.chunk)
     parts, entropies, count = [], [], config.rl.micro_batch or 8
     for rows in np.array_split(np.arange(len(transcripts)), -(-len(transcripts) // count)):
-        part, _ = rl.take(rollout, None, rows)
+        part, _ = packing.take(rollout, None, rows)
         logp_BT, entropy_BT = annotate.score_rollout(params, part, **how)
         part = part.replace(logp_BT=logp_BT)
         part = annotate.annotate(params, part, columns=columns, span=span, ref=params, **how)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsi_jax import annotate, base, continuations, feedback, losses, masked, metrics, optim, sharding, store
+from rsi_jax import annotate, base, continuations, feedback, losses, masked, metrics, optim, packing, sharding, store
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.credit import rewards
 from rsi_jax.feedback import schedule, teacher, views
@@ -37,28 +37,6 @@ def tasks(config, step: int, attempt: int = 0) -> list[rollout_lib.Task]:
     return [rollout_lib.Task(seed, g) for g, seed in enumerate(seeds) for _ in range(config.rl.group_size)]
 
 
-def rows_of(tree, rows: np.ndarray, total: int):
-    """Takes rollouts `rows` of a batch of `total`, with their views; scalars are left as they are."""
-
-    def take(x):
-        if np.ndim(x) == 0:
-            return x
-        per = x.shape[0] // total
-        return x.reshape(total, per, *x.shape[1:])[rows].reshape(len(rows) * per, *x.shape[1:])
-
-    return jax.tree.map(take, tree)
-
-
-def take(rollout: base.Rollout, credit: base.Credit | None, rows: np.ndarray) -> tuple[base.Rollout, Any]:
-    """Cuts a batch to some of its rollouts, with their views and credit."""
-    part, scores = rows_of((rollout, credit), rows, rollout.tokens_BT.shape[0])
-    if part.views is not None:
-        per = part.views.rollout_K.shape[0] // len(rows)
-        local_K = np.repeat(np.arange(len(rows), dtype=np.int32), per)
-        part = part.replace(views=part.views.replace(rollout_K=local_K))
-    return part, scores
-
-
 def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int):
     """Yields epochs * minibatches parts, each with the rows of the batch that it holds.
 
@@ -71,7 +49,7 @@ def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int):
             continue
         order = np.random.default_rng([config.seed, step, epoch]).permutation(B)
         for rows in np.split(order, parts):
-            part, scores = take(rollout, credit, rows := np.sort(rows))
+            part, scores = packing.take(rollout, credit, rows := np.sort(rows))
             group_B = np.unique(np.asarray(part.group_B), return_inverse=True)[1].astype(np.int32)  # ids in [0, rows)
             yield part.replace(group_B=group_B), scores, rows
 
@@ -200,7 +178,7 @@ class Trainer:
         with self.run.ledger.phase("archive"):
             self.archive.truncate(at - 1)  # what a killed run did beyond its last checkpoint is done again
             few = np.arange(min(knobs.rollouts, len(transcripts)))
-            columns = store.columns_of(rows_of(rollout, few, len(transcripts)))
+            columns = store.columns_of(packing.rows_of(rollout, few, len(transcripts)))
             texts = [dataclasses.asdict(transcripts[row]) for row in few]
             texts = [metrics.jsonable(text | {"tokens": len(text["tokens"])}) for text in texts]
             self.archive.append(at, columns, texts)
@@ -212,7 +190,7 @@ class Trainer:
             return
         with self.run.ledger.phase("report"):
             rows = samples.telling(batch, count)
-            rollout, credit = jax.device_get(take(batch.rollout, batch.credit, rows))
+            rollout, credit = jax.device_get(packing.take(batch.rollout, batch.credit, rows))
             if rollout.views is not None:
                 rollout = self._annotate(state, rollout, ["view_logp_KU"])
             batch = dataclasses.replace(batch, rollout=rollout, credit=credit)
@@ -252,6 +230,11 @@ class Trainer:
             counts["feedback/student_right"] = bound(state.params, texts=[""] * len(texts))
         return rollout, written, counts
 
+    def plan(self, part: base.Rollout) -> packing.Plan | None:
+        """Packs a minibatch into rows of rl.row_tokens, where that is on."""
+        tokens = self.config.rl.row_tokens
+        return packing.plan(part, tokens=tokens) if tokens else None
+
     def step(self, state: base.TrainState, step: int) -> tuple[base.TrainState, dict[str, Any]]:
         """One batch, from tasks to updated parameters."""
         ledger = self.run.ledger
@@ -285,8 +268,9 @@ class Trainer:
         with ledger.phase("train"):
             for part, scores, rows in minibatches(rollout, credit, self.config, step):
                 ledger.add(trained=int(np.sum(part.length_B)))
+                plan = self.plan(part)
                 part, scores = sharding.put_rows((part, scores), self.parts.mesh)
-                state, found = self.update(state, part, scores)
+                state, found = self.update(state, part, scores, plan)
                 measured.append(found)
                 read.append(rows)
             scalars |= diagnostics.over_updates(jax.device_get(measured), read)

@@ -101,11 +101,6 @@ def of_evaluation(result: evaluate.Result, chat: chat_lib.Chat, count: int, when
     ]
 
 
-def power_of_two(n: int) -> int:
-    """Rounds up, so that few shapes are compiled."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 def separator(chat: chat_lib.Chat) -> str:
     """What stands between the tokens of a stream when people read it."""
     return " " if isinstance(chat.tokenizer, tokenizer.WordTokenizer) else ""

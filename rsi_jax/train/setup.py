@@ -142,8 +142,13 @@ def make_objective(config) -> Objective:
         teacher_every=config.feedback.teacher_every,
         span=config.sample.max_tokens,
         chunk=config.compute.chunk,
-        remat=config.compute.remat,
+        remat=remat(config),
     )
+
+
+def remat(config) -> transformer.Remat:
+    """What the backward pass computes again, and where what it does not waits."""
+    return transformer.Remat(config.compute.remat, config.compute.offload)
 
 
 LEAST = (  # the least value of each field
@@ -163,6 +168,26 @@ def _need(ok: bool, text: str) -> None:
         raise base.InputError(text)
 
 
+def _check_rows(config) -> None:
+    """How a batch is split into minibatches, and those into forwards."""
+    batch, micro, row = config.rl.groups * config.rl.group_size, config.rl.micro_batch, config.rl.row_tokens
+    _need(
+        batch % config.rl.minibatches == 0,
+        f"rl.minibatches={config.rl.minibatches} does not divide the {batch} rollouts of a batch",
+    )
+    rows = batch // config.rl.minibatches
+    _need(not micro or rows % micro == 0, f"rl.micro_batch={micro} does not divide the {rows} rollouts of a minibatch")
+    _need(not row or not micro, f"rl.row_tokens={row} packs the rollouts into rows itself: set rl.micro_batch to 0")
+    _need(
+        not row or row >= config.rollout.capacity,
+        f"rl.row_tokens={row} cannot hold a rollout of rollout.capacity={config.rollout.capacity} tokens",
+    )
+    _need(
+        not config.compute.offload or config.compute.remat != "none",
+        "compute.offload moves what compute.remat keeps: set compute.remat to 'attention' or 'layer'",
+    )
+
+
 def check(config) -> None:
     """Refuses bad values before anything is compiled, in one line that names the field.
 
@@ -176,13 +201,7 @@ def check(config) -> None:
     for path in ("lm.lr", "rl.lr"):
         group, name = path.split(".")
         _need(config[group][name] >= 0, f"{path}={config[group][name]} must not be negative")
-    batch = config.rl.groups * config.rl.group_size
-    _need(
-        batch % config.rl.minibatches == 0,
-        f"rl.minibatches={config.rl.minibatches} does not divide the {batch} rollouts of a batch",
-    )
-    micro, rows = config.rl.micro_batch, batch // config.rl.minibatches
-    _need(not micro or rows % micro == 0, f"rl.micro_batch={micro} does not divide the {rows} rollouts of a minibatch")
+    _check_rows(config)
     _need(
         config.rl.overlong_length >= config.rl.overlong_buffer,
         f"rl.overlong_buffer={config.rl.overlong_buffer} needs rl.overlong_length of at least as many tokens",
@@ -198,6 +217,7 @@ def check(config) -> None:
         ("lm.schedule", optim.SCHEDULES),
         ("lm.optimizer", optim.NAMES),
         ("rl.optimizer", optim.NAMES),
+        ("compute.remat", transformer.REMATS),
         ("feedback.teacher", teacher_lib.KINDS),
         ("feedback.hint", (*hints.WRITERS, "policy")),
     ):
@@ -239,4 +259,11 @@ def make_parts(config) -> Parts:
         stop_ids=tuple(sorted(chat.stop_ids)),
     )
     sampler = rollout_lib.Sampler(env, chat, model, sampling, config.rollout.capacity, config.rollout.slots)
-    return Parts(config, model, start, chat, env, sampler, sharding.make_mesh(config.mesh.to_dict()))
+    mesh = sharding.make_mesh(config.mesh.to_dict())
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    _need(
+        not config.rl.row_tokens or shards == 1,
+        f"rl.row_tokens reads a row at a time, which mesh.data and mesh.fsdp would split in {shards}: use "
+        "rl.micro_batch, or mesh.tensor",
+    )
+    return Parts(config, model, start, chat, env, sampler, mesh)

@@ -1,6 +1,7 @@
 """One optimizer update: the losses of a minibatch, two gradients balanced, one step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rsi_jax import annotate, base, losses, optim
+from rsi_jax import annotate, base, losses, optim, packing
 from rsi_jax.feedback import schedule
 from rsi_jax.feedback import teacher as teacher_lib
 from rsi_jax.feedback import views as views_lib
@@ -29,7 +30,8 @@ class Objective:
     (before it, the clip would undo the factor).
     correction, correction_level, correction_low, correction_high: the knobs of losses.correction_weights. They multiply
     every outcome term of a token (policy, KL, entropy, critic); 'none' = the batch as it was sampled.
-    span: scored tokens of a view at most (U). micro_batch: rollouts per forward, 0 = all at once.
+    span: scored tokens of a view at most (U). micro_batch: rollouts per forward, 0 = all at once. remat: what the
+    backward pass computes again.
     """
 
     surrogate: str = "ppo"
@@ -61,7 +63,7 @@ class Objective:
     span: int = 8
     micro_batch: int = 0
     chunk: int = 512
-    remat: bool = False
+    remat: transformer.Remat = transformer.Remat()
 
 
 def token_weights(rollout: base.Rollout, objective: Objective) -> jax.Array:
@@ -96,11 +98,11 @@ def correct(rollout: base.Rollout, weight_BT: jax.Array, o: Objective):
     return rollout.replace(logp_BT=policy_logp_BT), weight_BT * factor_BT, metrics
 
 
-def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base.Credit, weight_BT, o: Objective):
+def outcome_loss(params, config, hidden_RPD, rollout: base.Rollout, credit: base.Credit, weight_BT, o: Objective):
     """The policy loss on the credit's advantages, with KL, entropy and critic terms: (loss, sums to log)."""
     mask_BT = rollout.mask_BT
     logp_BT, entropy_BT = annotate.token_logp(
-        params, config, hidden_BTD, rollout, temperature=o.temperature, chunk=o.chunk
+        params, config, hidden_RPD, rollout, temperature=o.temperature, chunk=o.chunk
     )
     loss, ratios = losses.policy_loss(
         logp_BT,
@@ -130,7 +132,8 @@ def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base
         sums["kl_ref"] = losses.weighted_sum(kl_BT, mask_BT, weight_BT)
         loss += o.kl_coef * sums["kl_ref"]
     if credit.value_target_BT is not None:
-        value_BT, old_value_BT = annotate.shifted_values(params, hidden_BTD), base.given(rollout.value_BT, "value_BT")
+        value_BT = annotate.shifted_values(params, hidden_RPD, rollout)
+        old_value_BT = base.given(rollout.value_BT, "value_BT")
         value, value_sums = losses.value_loss(
             value_BT, old_value_BT, credit.value_target_BT, mask_BT, weight_BT, clip=o.value_clip
         )
@@ -141,13 +144,17 @@ def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base
     return loss, (sums, ratios, row_B)
 
 
-def feedback_loss(params, teacher, config, hidden_BTD, rollout: base.Rollout, credit: base.Credit, o: Objective):
-    """The divergence of each view's span, student from teacher, times the credit's view weights: (loss, sums)."""
+def feedback_loss(
+    params, teacher, config, hidden_RPD, teacher_KUD, rollout: base.Rollout, credit: base.Credit, o: Objective
+):
+    """The divergence of each view's span, student from teacher, times the credit's view weights: (loss, sums).
+
+    teacher_KUD: the states of the teacher that predict each span token; `teacher` is whose unembedding reads them.
+    """
     views, weight_K, d = base.given(rollout.views, "views"), credit.view_weight_K, credit.divergence
     assert weight_K is not None  # `gradients` asks for this loss only where the credit weighs the views
     teacher_params = jax.lax.stop_gradient(params) if teacher is None else teacher
-    student_KUD = views_lib.student_states(hidden_BTD, views, o.span)
-    teacher_KUD = views_lib.teacher_states(teacher_params, config, rollout, o.span)
+    student_KUD = views_lib.student_states(hidden_RPD, rollout, o.span)
     K, U, D = student_KUD.shape
     value_KU = divergence_op.divergence(
         student_KUD.reshape(-1, D),
@@ -211,61 +218,69 @@ def _span_importance(params, config, student_KUD, rollout: base.Rollout, o: Obje
     return jax.lax.stop_gradient(jnp.where(views_lib.span_mask(views, o.span), jnp.minimum(ratio_KU, bound), 0.0))
 
 
-def _micro_batches(tree, rows: int, count: int):
-    """Splits leading axes of rows (or rows * n) into [count, ...], taking every count-th row: shards stay busy."""
+def gradients(
+    params, teacher, config, rollout: base.Rollout, credit: base.Credit, o: Objective, plan: packing.Plan | None = None
+):
+    """Sums the gradients over forwards: ([outcome, feedback if there are views], sums, ratio sums, row_B, view sums).
 
-    def split(x):
-        per = x.shape[0] // rows
-        x = x.reshape(rows // count, count, per, *x.shape[1:]).swapaxes(0, 1)
-        return x.reshape(count, rows // count * per, *x.shape[3:])
-
-    return jax.tree.map(split, tree)
-
-
-def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credit, o: Objective):
-    """Sums the two gradients over micro-batches: (outcome, feedback or None, sums, ratio sums, row_B).
-
+    plan: which rollouts share rows; None = a row each, o.micro_batch at a time.
     Raises: base.InputError when micro_batch does not divide the rollouts.
     """
     B = rollout.tokens_BT.shape[0]
-    count = B // o.micro_batch if o.micro_batch else 1
-    if o.micro_batch and B % o.micro_batch:
-        raise base.InputError(f"rl.micro_batch={o.micro_batch} does not divide the {B} rollouts of a minibatch")
     hinted = credit.view_weight_K is not None and rollout.views is not None
     credit = credit.replace(metrics={})
 
-    def one(micro):
-        rollout, credit, weight_BT = micro
-        hidden_BTD, pull = jax.vjp(lambda p: annotate.hidden_states(p, config, rollout, remat=o.remat), params)
+    def one(rollout, credit, weight_BT) -> tuple[Any, ...]:
+        hidden_RPD, pull, teacher_KUD = _read(params, teacher, config, rollout, hinted, o)
         terms: list[Callable[..., Any]] = [lambda p, h: outcome_loss(p, config, h, rollout, credit, weight_BT, o)]
         if hinted:
-            terms.append(lambda p, h: feedback_loss(p, teacher, config, h, rollout, credit, o))
+            terms.append(lambda p, h: feedback_loss(p, teacher, config, h, teacher_KUD, rollout, credit, o))
         grads, found = [], []
         for term in terms:  # each differentiated alone down to the states: one vjp over both pays for zero cotangents
-            (loss, aux), (direct, states_BTD) = jax.value_and_grad(term, (0, 1), has_aux=True)(params, hidden_BTD)
-            grads.append(jax.tree.map(jnp.add, direct, pull(states_BTD)[0]))
+            (loss, aux), (direct, states_RPD) = jax.value_and_grad(term, (0, 1), has_aux=True)(params, hidden_RPD)
+            grads.append(jax.tree.map(jnp.add, direct, pull(states_RPD)[0]))
             found.append((loss, aux))
-        view_sums = found[1][1] | {"feedback_loss": found[1][0]} if hinted else {}
-        return grads, (*found[0][1], view_sums)
+        sums, ratios, row_B = found[0][1]
+        return grads, sums, ratios, row_B, found[1][1] | {"feedback_loss": found[1][0]} if hinted else {}
 
     rollout, weight_BT, corrected = correct(rollout, token_weights(rollout, o), o)
-    whole = (rollout, credit, weight_BT)
-    if count == 1:
-        grads, (sums, ratios, row_B, view_sums) = one(whole)
-        return grads, sums | corrected, ratios, row_B, view_sums
-    micros = _micro_batches(whole, B, count)
-    if hinted:
-        views = micros[0].views
-        micros = (micros[0].replace(views=views.replace(rollout_K=views.rollout_K // count)), *micros[1:])
-    zero = [jax.tree.map(jnp.zeros_like, params) for _ in range(1 + hinted)]
+    if plan is not None:
+        part, count = functools.partial(packing.forward, plan, rollout, credit, weight_BT), plan.used
+    elif o.micro_batch and o.micro_batch < B:
+        part, count = packing.strided(o.micro_batch, rollout, credit, weight_BT)
+    else:
+        grads, sums, *others = one(rollout, credit, weight_BT)
+        return grads, sums | corrected, *others
 
-    def step(total, micro):
-        grads, aux = one(micro)
-        return jax.tree.map(jnp.add, total, grads), aux
+    def step(i, total):
+        args, rows_C = part(i)
+        grads, sums, ratios, row_C, view_sums = one(*args)
+        added = jax.tree.map(jnp.add, (grads, sums, view_sums), (*total[:2], total[4]))
+        row_B = total[3].at[rows_C].set(row_C, mode="drop")
+        return added[0], added[1], losses.combine(ratios, total[2]), row_B, added[2]
 
-    grads, (sums, ratios, row_B, view_sums) = jax.lax.scan(step, zero, micros)
-    sums, view_sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, view_sums))
-    return grads, sums | corrected, ratios, row_B.T.reshape(-1), view_sums
+    shapes = jax.eval_shape(lambda m: one(*part(m)[0]), jnp.int32(0))
+    grads, sums, ratios, _, view_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total: tuple[Any, ...] = (grads, sums, ratios, jnp.zeros(B), view_sums)
+    total = jax.lax.fori_loop(0, count, step, total)
+    return total[0], total[1] | corrected, *total[2:]
+
+
+def _read(params, teacher, config, rollout: base.Rollout, hinted: bool, o: Objective):
+    """One forward with its pullback: (hidden_RPD, pull, the teacher's states on the spans or None).
+
+    A live teacher reads the branches in the same forward; another one reads the same rows with its own weights.
+    """
+    if hinted and teacher is None and base.given(rollout.views, "views").branch:
+
+        def live(p):
+            hidden_RPD, branch_RQD = views_lib.read(p, config, rollout, remat=o.remat)
+            return hidden_RPD, views_lib.span_states(hidden_RPD, branch_RQD, rollout, o.span)
+
+        return jax.vjp(live, params, has_aux=True)
+    hidden_RPD, pull = jax.vjp(lambda p: annotate.hidden_states(p, config, rollout, remat=o.remat), params)
+    voice = params if teacher is None else teacher
+    return hidden_RPD, pull, views_lib.teacher_states(voice, config, rollout, o.span) if hinted else None
 
 
 def _dot(a, b):
@@ -275,16 +290,18 @@ def _dot(a, b):
 def make_update(
     config: transformer.Config, objective: Objective, optimizer: optax.GradientTransformation, places: Any = None
 ):
-    """Binds the static parts and jits: update(state, rollout, credit) -> (state, metrics). The state is donated.
+    """Binds the static parts and jits: update(state, rollout, credit, plan) -> (state, metrics). The state is donated.
 
     A batch whose gradient is exactly 0 (no group with signal, no view) moves nothing, the optimizer's state included:
     Muon makes a full-sized step of whatever direction its momentum has left, and destroyed policies that way (LOG.md).
     places: shardings of the state, which the new one keeps; None = as XLA likes (then a second step may compile again).
     """
 
-    def update(state: base.TrainState, rollout: base.Rollout, credit: base.Credit) -> tuple[base.TrainState, Any]:
+    def update(
+        state: base.TrainState, rollout: base.Rollout, credit: base.Credit, plan: packing.Plan | None = None
+    ) -> tuple[base.TrainState, Any]:
         grads, sums, ratios, row_B, view_sums = gradients(
-            state.params, state.teacher, config, rollout, credit, objective
+            state.params, state.teacher, config, rollout, credit, objective, plan
         )
         total, outcome_norm = optim.clip(grads[0], objective.outcome_clip)
         entropy_top = losses.top_mean(sums.pop("entropy_histogram"), TOP)
