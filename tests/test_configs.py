@@ -88,6 +88,13 @@ def test_every_hint_writer_is_a_choice(kind):
     ("path", "value", "message"),
     [
         ("rl.micro_batch", 7, "rl.micro_batch=7 does not divide"),
+        ("rl.row_tokens", 9, "rl.row_tokens=9 cannot hold a rollout of rollout.capacity="),
+        (
+            "compute.remat",
+            "layers",
+            "compute.remat='layers' is none of 'none', 'layer', 'attention'; did you mean 'layer'",
+        ),
+        ("compute.offload", True, "compute.offload moves what compute.remat keeps"),
         ("rl.overlong_buffer", 5, "rl.overlong_buffer=5 needs rl.overlong_length"),
         ("rl.surrogate", "pop", "rl.surrogate='pop' is none of"),
         ("rl.correction", "icepop", "rl.correction='icepop' is none of 'none', 'truncate', 'mask'"),

@@ -272,8 +272,7 @@ def test_metrics_of_micro_batches_merge_into_those_of_the_whole():
     weight = aggregate_weights(mask, jnp.ones(4), ONE_GROUP(4))
     _, whole = policy_loss(logp, old, adv, mask, weight)
     halves = [policy_loss(*(x[i : i + 2] for x in (logp, old, adv, mask, weight)))[1] for i in (0, 2)]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *halves)
-    merged = summarise(stacked)
+    merged = summarise(losses.combine(*halves))
     for name, value in summarise(whole).items():
         np.testing.assert_allclose(merged[name], value, rtol=1e-5, err_msg=name)
     ratio = np.exp(np.asarray(logp - old))[np.asarray(mask)]
