@@ -1,4 +1,4 @@
-"""What benchmarks share: how a program is measured (the median of its runs, CPU beside wall, memory), a long rollout."""
+"""What benchmarks share: how a program is measured (median of its runs, CPU beside wall, memory); a long rollout."""
 
 import statistics
 import time

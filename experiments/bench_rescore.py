@@ -16,7 +16,6 @@ memory_ratio (temporary bytes of packed over the longest forward per hint), max_
 the hints that were timed), wall_s and cpu_s of each.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
