@@ -27,6 +27,7 @@ class Config:
 
     window: keys a query sees back, itself included (0 = all). soft caps: 0 = none.
     head_size * heads need not equal width. value_head adds one scalar per token.
+    attention: implementation of the attention op (kernels/attention).
     """
 
     vocab: int = 64
@@ -45,6 +46,7 @@ class Config:
     logit_soft_cap: float = 0.0
     value_head: bool = False
     dtype: str = "float32"
+    attention: str = "chunked"
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -131,7 +133,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD, positions_BT, ranges):
         q, k, v = self._project(x_BTD, positions_BT)
-        return self._out(attention_op.attention(q, k, v, ranges, **self._knobs()))
+        return self._out(attention_op.attention(q, k, v, ranges, implementation=self.config.attention, **self._knobs()))
 
     def extend(self, x_BOD, positions_BO, slots_BO, ranges, cache):
         """Writes keys and values at cache `slots_BO` (out of range = not written), then attends over the cache."""
