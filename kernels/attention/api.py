@@ -1,10 +1,12 @@
 """The attention op: one mask rule, chosen implementation.
 
-Every query q carries two half-open key ranges in row indices:
+Every query q carries two half-open ranges of keys:
 
     visible(q, k) = lo1 <= k < hi1  or  lo2 <= k < hi2
 
-A plain causal row uses range 2 only. Both ranges empty (padding): the output is exactly 0.
+The ranges are in key indices: there may be more keys than queries, and query i need not be key i. Any ranges are valid;
+those of a plain causal row are (empty, [0, q + 1)). A query that sees nothing (padding) gives exactly 0, log-sum-exp
+-inf, and no gradient.
 """
 
 from typing import NamedTuple
@@ -13,24 +15,32 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rsi_jax.kernels.attention import cpu, reference
+from rsi_jax.kernels.attention import chunked, reference
+
+IMPLEMENTATIONS = {"reference": reference.attention, "chunked": chunked.attention}
+DEFAULTS = {"cpu": "chunked", "gpu": "chunked", "cuda": "chunked", "tpu": "chunked"}  # platform: implementation
+FEW = 32  # queries that score the whole cache at once: faster on a decode step than the loop over blocks
 
 
 class Ranges(NamedTuple):
-    """Key ranges of each query, int32 [B, T], in row indices of the keys. lo >= hi means empty."""
+    """Key ranges of each query, int32 [B, Q], in key indices. lo >= hi means empty.
+
+    The two ranges of a query are disjoint, or one is empty. (Keys in both would still count once: the rule is an or.)
+    """
 
     lo1: jax.Array
     hi1: jax.Array
     lo2: jax.Array
     hi2: jax.Array
 
-    def window(self, positions_BT: jax.Array, width: int) -> "Ranges":
+    def window(self, positions_BQ: jax.Array, width: int) -> "Ranges":
         """Narrows both ranges to the last `width` positions, the query's own included (a sliding window).
 
-        positions_BT: position of each query inside its sequence; on a branch it runs on from the insertion point.
-        Range 1 must begin at the start of the query's sequence, range 2 must end at the query.
+        positions_BQ: position of each query inside its sequence; on a branch it runs on from the insertion point.
+        Range 1 must begin at the start of the query's sequence, range 2 must end at the query: hi2 - 1 is the key that
+        the query itself is.
         """
-        lo1 = self.lo1 + jnp.maximum(0, positions_BT - width + 1)
+        lo1 = self.lo1 + jnp.maximum(0, positions_BQ - width + 1)
         return Ranges(lo1, self.hi1, jnp.maximum(self.lo2, self.hi2 - width), self.hi2)
 
 
@@ -42,30 +52,44 @@ def causal_ranges(length_B: jax.Array, tokens: int) -> Ranges:
     return Ranges(zero_BT, zero_BT, zero_BT, jnp.where(used_BT, query_BT + 1, 0))
 
 
+def resolve(platform: str) -> str:
+    """Names the implementation that is the default of a platform: 'cpu', 'gpu', 'cuda' or 'tpu'; never the reference.
+
+    Raises: ValueError for another platform.
+    """
+    if platform not in DEFAULTS:
+        raise ValueError(f"attention has no default implementation on {platform!r}; known: {', '.join(DEFAULTS)}")
+    return DEFAULTS[platform]
+
+
 def attention(
-    q_BTHC: jax.Array,
-    k_BTJC: jax.Array,
-    v_BTJC: jax.Array,
+    q_BQHC: jax.Array,
+    k_BSJC: jax.Array,
+    v_BSJC: jax.Array,
     ranges: Ranges,
     *,
     scale: float,
     soft_cap: float = 0.0,
-    implementation: str = "cpu",
-) -> jax.Array:
-    """Attends over a whole row: softmax(scale q.k, capped, masked by `ranges`) v, grouped heads.
+    implementation: str,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attends: out = softmax(scale q.k, capped, masked by `ranges`) v, in float32; kv heads are shared by groups.
 
     soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 = none.
-    implementation: 'reference' (O(T^2) memory) | 'cpu' (chunks of queries, keys behind a query skipped; runs on every
-      platform). Another name raises ValueError.
-    Returns: [B, T, H, C] in the dtype of q; rows with empty ranges are exactly 0.
+    implementation: 'reference' (O(Q S) memory, the definition) | 'chunked' (linear memory, skips the key blocks that no
+      query sees; runs on every platform). `resolve` names the default of a platform.
+    return_lse: also return lse = log sum over the visible keys of exp(logit), nats, float32 [B, Q, H], differentiable:
+      parts of the keys attended apart merge as out = sum_i exp(lse_i - lse) out_i, lse = logsumexp_i lse_i.
+    Returns: out [B, Q, H, C] in the dtype of q, or (out, lse). A query that sees nothing: 0 and -inf, no gradient.
+    Raises: ValueError for another implementation, and where H is no multiple of J.
     """
-    chex.assert_rank([q_BTHC, k_BTJC, v_BTJC], 4)
-    chex.assert_equal_shape([k_BTJC, v_BTJC])
-    known = {"reference": reference.attention, "cpu": cpu.attention}
-    if implementation not in known:
-        raise ValueError(f"attention has no implementation {implementation!r}; known: {', '.join(known)}")
-    k_BJTC, v_BJTC = (jnp.swapaxes(x, 1, 2) for x in (k_BTJC, v_BTJC))
-    return known[implementation](q_BTHC, k_BJTC, v_BJTC, ranges, scale=scale, soft_cap=soft_cap)
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"attention has no implementation {implementation!r}; known: {known}")
+    k_BJSC, v_BJSC = (jnp.swapaxes(x, 1, 2) for x in (k_BSJC, v_BSJC))
+    _check(q_BQHC, k_BJSC, v_BJSC, ranges)
+    out, lse = IMPLEMENTATIONS[implementation](q_BQHC, k_BJSC, v_BJSC, ranges, scale=scale, soft_cap=soft_cap)
+    return (out, lse) if return_lse else out
 
 
 def decode_attention(
@@ -76,16 +100,29 @@ def decode_attention(
     *,
     scale: float,
     soft_cap: float = 0.0,
-) -> jax.Array:
-    """Attends from a few new queries over the KV cache (keys major over time, so that no copy is made on a step).
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attends from new queries over the KV cache (keys major over time, so that no copy is made on a step).
 
-    ranges: [B, O] per query, in cache indices.
-    Returns: [B, O, H, C].
+    Up to FEW queries score the whole cache at once, [B, H, FEW, S] at most; more (a prompt) go through 'chunked'.
+    ranges: [B, O] per query, in cache indices. The rest is as in `attention`.
     """
-    chex.assert_rank([q_BOHC, k_BJSC, v_BJSC], 4)
-    return reference.attention(q_BOHC, k_BJSC, v_BJSC, ranges, scale=scale, soft_cap=soft_cap)
+    _check(q_BOHC, k_BJSC, v_BJSC, ranges)
+    attend = reference.attention if q_BOHC.shape[1] <= FEW else chunked.attention
+    out, lse = attend(q_BOHC, k_BJSC, v_BJSC, ranges, scale=scale, soft_cap=soft_cap)
+    return (out, lse) if return_lse else out
+
+
+def _check(q_BQHC, k_BJSC, v_BJSC, ranges) -> None:
+    chex.assert_rank([q_BQHC, k_BJSC, v_BJSC], 4)
+    chex.assert_equal_shape([k_BJSC, v_BJSC])
+    (B, Q, H, C), J = q_BQHC.shape, k_BJSC.shape[1]
+    chex.assert_shape(k_BJSC, (B, J, None, C))
+    chex.assert_shape(list(ranges), (B, Q))
+    if H % J:
+        raise ValueError(f"{H} query heads do not divide into {J} kv heads")
 
 
 def visible(ranges: Ranges, keys: int) -> jax.Array:
-    """Materialises the rule as a boolean [B, T, keys]; for the reference and for tests."""
-    return reference.visible(ranges, keys)
+    """Materialises the rule as a boolean [B, Q, keys]; for tests."""
+    return reference.shown(ranges, jnp.arange(keys))

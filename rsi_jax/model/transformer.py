@@ -30,6 +30,7 @@ class Config:
     window: keys a query sees back, itself included (0 = all). global_every: with a window, every n-th layer sees all
     keys, the n-th first (0 = no layer). soft caps: 0 = none.
     head_size * heads need not equal width. value_head adds one scalar per token.
+    attention: implementation of the attention op (kernels/attention).
     """
 
     vocab: int = 64
@@ -49,6 +50,7 @@ class Config:
     logit_soft_cap: float = 0.0
     value_head: bool = False
     dtype: str = "float32"
+    attention: str = "chunked"
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -187,7 +189,8 @@ class Attention(nnx.Module):
         """Attends over the keys and values `before` and the row's own: (out, the row's own keys and values)."""
         q, *own = self._project(x_BTD, positions_BT)
         k, v = (jnp.concatenate(parts, axis=1) for parts in zip(before, own, strict=True)) if before else own
-        return self._out(attention_op.attention(q, k, v, ranges, **self._knobs())), tuple(own)
+        out = attention_op.attention(q, k, v, ranges, implementation=self.config.attention, **self._knobs())
+        return self._out(out), tuple(own)
 
     def extend(self, x_BOD, positions_BO, slots_BO, ranges, cache):
         """Writes keys and values at cache `slots_BO` (out of range = not written), then attends over the cache."""
