@@ -17,6 +17,7 @@ def _model():
     c.ffn = 192  # SwiGLU hidden size
     c.rope_theta = 10_000.0
     c.window = 0  # tokens a query sees back, 0 = all
+    c.global_every = 0  # with a window: every n-th layer sees all, the n-th first; 0 = none
     c.dtype = "float32"  # compute dtype of activations and matmuls; masters stay float32 ('bfloat16' on accelerators)
     return c
 
@@ -307,6 +308,7 @@ def get_config():
         dict(
             chunk=512,  # tokens scored against the vocabulary at a time
             remat="none",  # what the backward pass computes again: 'none', 'attention' (all but attention) or 'layer'
+            attention="",  # 'chunked' (linear memory) | 'reference' (O(T^2), the definition); '' = the device's default
             offload=False,  # what remat keeps waits in the host's memory; needs remat 'attention' or 'layer'
         )
     )

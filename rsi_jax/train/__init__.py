@@ -147,6 +147,8 @@ def run(config, folder: pathlib.Path, *, policy_writer=None, defaults=None, prof
         loop.Profile(folder / "profile" if profile else None) as tracer,
     ):
         state = loop.Run(folder, parts, metrics.Ledger(), progress, stop, tracer)
+        devices = parts.mesh.devices
+        progress.say(f"attention: {parts.model.attention}, on {devices.size} x {devices.flat[0].device_kind}")
         status = ""
         try:
             _run_stages(state, policy_writer)

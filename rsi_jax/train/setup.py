@@ -11,6 +11,7 @@ from rsi_jax import base, credit, envs, feedback, losses, optim, sample, shardin
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.feedback import hints, locate
 from rsi_jax.feedback import teacher as teacher_lib
+from rsi_jax.kernels import attention
 from rsi_jax.model import chat as chat_lib
 from rsi_jax.model import gguf_file, hf, tokenizer, transformer
 from rsi_jax.train import columns
@@ -218,6 +219,7 @@ def check(config) -> None:
         ("lm.optimizer", optim.NAMES),
         ("rl.optimizer", optim.NAMES),
         ("compute.remat", transformer.REMATS),
+        ("compute.attention", ("", *attention.IMPLEMENTATIONS)),
         ("feedback.teacher", teacher_lib.KINDS),
         ("feedback.hint", (*hints.WRITERS, "policy")),
     ):
@@ -258,8 +260,10 @@ def make_parts(config) -> Parts:
         max_tokens=config.sample.max_tokens,
         stop_ids=tuple(sorted(chat.stop_ids)),
     )
-    sampler = rollout_lib.Sampler(env, chat, model, sampling, config.rollout.capacity, config.rollout.slots)
     mesh = sharding.make_mesh(config.mesh.to_dict())
+    platform = mesh.devices.flat[0].platform
+    model = dataclasses.replace(model, attention=config.compute.attention or attention.resolve(platform))
+    sampler = rollout_lib.Sampler(env, chat, model, sampling, config.rollout.capacity, config.rollout.slots)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     _need(
         not config.rl.row_tokens or shards == 1,
