@@ -1,6 +1,7 @@
 """The attention op against its definition in float64, and the laws of the chunked one: any ranges, linear memory."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,15 @@ def test_a_query_that_sees_nothing_gives_exactly_zero_and_no_gradient(blocks):
             assert np.isfinite(grad).all() and np.asarray(grad)[seen].any()
 
 
+def test_products_of_bfloat16_take_it_in_and_give_float32():
+    x, ranges = jnp.zeros((1, 40, 2, 4), jnp.bfloat16), attention_op.causal_ranges(jnp.asarray([40]), 40)
+    tiled = functools.partial(chunked.attention, query_block=8, key_block=8)
+    run = functools.partial(pulled, tiled, scale=1.0, soft_cap=0.0)
+    text = jax.jit(run).lower(x, x, x, ranges, (x, x[..., 0].astype(jnp.float32))).as_text()
+    products = re.findall(r"dot_general .*: \(tensor<.*x(\w+)>, tensor<.*x(\w+)>\) -> tensor<.*x(\w+)>", text)
+    assert len(products) == text.count("stablehlo.dot_general") >= 7 and set(products) == {("bf16", "bf16", "f32")}
+
+
 def test_rows_without_keys_or_queries():
     for queries, keys in ((3, 0), (0, 3)):
         q, k, v = draw(0, 2, queries, keys, 2, 1, 4)
@@ -249,6 +259,8 @@ def test_windowed_rows_visit_few_blocks_and_causal_ones_half(window):
     causal, n = attention_op.causal_ranges(jnp.asarray([T]), T), T // block
     assert visited(causal) == n * (n + 1) // 2
     assert visited(causal.window(jnp.arange(T)[None], window)) <= n * (window // block + 1)
+    padded = attention_op.causal_ranges(jnp.asarray([T - 5]), T).window(jnp.arange(T)[None], window)
+    assert visited(padded) <= n * (window // block + 1)  # padding beside them draws no block to key 0
     branch = np.arange(n * block)[None] % block  # each block of queries is one branch, inserted at 1,000
     far = attention_op.Ranges(0 * branch, 0 * branch + 1000, 0 * branch + T - 64, T - 63 + branch)
     assert visited(far.window(1000 + branch, window)) <= n * (window // block + 2)
