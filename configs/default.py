@@ -277,6 +277,11 @@ def get_config():
         dict(
             capacity=448,  # tokens of context per rollout
             slots=64,  # streams decoded at a time; any value gives the same rollouts
+            summarise_at=0,  # tokens in the context from which on the policy summarises it and goes on; 0 = never
+            chain_rows=4,  # contexts of an episode at most, then it is truncated; a batch holds as many rows of each
+            summary_prompt="Summarise the work so far: what was asked, what was found, what is left to do.",
+            summary_shown="{summary}",  # the user message of the next context that holds it, after those of the task
+            summary_tokens=0,  # budget of a summary, the stop token included; 0 = sample.max_tokens
         )
     )
     c.sample = config_dict.ConfigDict(

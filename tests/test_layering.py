@@ -23,7 +23,8 @@ ROOMS = {
     "continuations": "rollout base",
     "anchors": "base",
     "rollout": "sample envs model base",
-    "feedback": "model kernels masked sharding base",
+    "chains": "base",
+    "feedback": "chains model kernels masked sharding base",
     "annotate": "feedback model kernels masked sharding base",  # teacher columns are read off the views
     "sample": "model kernels sharding base",
     "model": "kernels sharding base",

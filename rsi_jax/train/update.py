@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rsi_jax import annotate, base, losses, optim
+from rsi_jax import annotate, base, chains, losses, optim
 from rsi_jax.feedback import schedule
 from rsi_jax.feedback import teacher as teacher_lib
 from rsi_jax.feedback import views as views_lib
@@ -30,6 +30,7 @@ class Objective:
     correction, correction_level, correction_low, correction_high: the knobs of losses.correction_weights. They multiply
     every outcome term of a token (policy, KL, entropy, critic); 'none' = the batch as it was sampled.
     span: scored tokens of a view at most (U). micro_batch: rollouts per forward, 0 = all at once.
+    chain_rows: rows of a chain; what the loss says of a rollout (its mean, its ratio) it says of a chain.
     """
 
     surrogate: str = "ppo"
@@ -60,19 +61,22 @@ class Objective:
     teacher_every: int = 10
     span: int = 8
     micro_batch: int = 0
+    chain_rows: int = 1
     chunk: int = 512
     remat: bool = False
 
 
 def token_weights(rollout: base.Rollout, objective: Objective) -> jax.Array:
     """Pre-scales every token over the whole optimizer batch, so that any micro-batching sums to the same loss."""
-    return losses.aggregate_weights(
-        rollout.mask_BT,
-        rollout.weight_B,
-        rollout.group_B,
+    whole = chains.join(rollout, objective.chain_rows)
+    weight_BT = losses.aggregate_weights(
+        whole.mask_BT,
+        whole.weight_B,
+        whole.group_B,
         how=objective.aggregation,
         constant=objective.aggregation_constant,
     )
+    return weight_BT.reshape(rollout.tokens_BT.shape)
 
 
 def correct(rollout: base.Rollout, weight_BT: jax.Array, o: Objective):
@@ -83,17 +87,16 @@ def correct(rollout: base.Rollout, weight_BT: jax.Array, o: Objective):
     if o.correction == "none":
         return rollout, weight_BT, {}
     policy_logp_BT = base.given(rollout.policy_logp_BT, "policy_logp_BT")
+    columns = (policy_logp_BT, rollout.logp_BT, rollout.mask_BT & (weight_BT > 0))
     factor_BT, found = losses.correction_weights(
-        policy_logp_BT,
-        rollout.logp_BT,
-        rollout.mask_BT & (weight_BT > 0),
+        *(chains.by_chain(x, o.chain_rows) for x in columns),
         how=o.correction,
         level=o.correction_level,
         low=o.correction_low,
         high=o.correction_high,
     )
     metrics = {f"correction/{name}": x for name, x in found.items()}
-    return rollout.replace(logp_BT=policy_logp_BT), weight_BT * factor_BT, metrics
+    return rollout.replace(logp_BT=policy_logp_BT), weight_BT * factor_BT.reshape(weight_BT.shape), metrics
 
 
 def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base.Credit, weight_BT, o: Objective):
@@ -102,12 +105,9 @@ def outcome_loss(params, config, hidden_BTD, rollout: base.Rollout, credit: base
     logp_BT, entropy_BT = annotate.token_logp(
         params, config, hidden_BTD, rollout, temperature=o.temperature, chunk=o.chunk
     )
+    columns = (logp_BT, rollout.logp_BT, credit.adv_BT, mask_BT, weight_BT)
     loss, ratios = losses.policy_loss(
-        logp_BT,
-        rollout.logp_BT,
-        credit.adv_BT,
-        mask_BT,
-        weight_BT,
+        *(chains.by_chain(x, o.chain_rows) for x in columns),
         surrogate=o.surrogate,
         ratio_level=o.ratio_level,
         clip_low=o.clip_low,
@@ -212,7 +212,10 @@ def _span_importance(params, config, student_KUD, rollout: base.Rollout, o: Obje
 
 
 def _micro_batches(tree, rows: int, count: int):
-    """Splits leading axes of rows (or rows * n) into [count, ...], taking every count-th row: shards stay busy."""
+    """Splits leading axes of rows (or rows * n) into [count, ...], taking every count-th row: shards stay busy.
+
+    rows: whole chains where rows are in chains.
+    """
 
     def split(x):
         per = x.shape[0] // rows
@@ -227,10 +230,12 @@ def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credi
 
     Raises: base.InputError when micro_batch does not divide the rollouts.
     """
-    B = rollout.tokens_BT.shape[0]
+    B, rows = rollout.tokens_BT.shape[0], o.chain_rows
     count = B // o.micro_batch if o.micro_batch else 1
     if o.micro_batch and B % o.micro_batch:
         raise base.InputError(f"rl.micro_batch={o.micro_batch} does not divide the {B} rollouts of a minibatch")
+    if o.micro_batch % rows:
+        raise base.InputError(f"rl.micro_batch={o.micro_batch} is no multiple of rollout.chain_rows={rows}")
     hinted = credit.view_weight_K is not None and rollout.views is not None
     credit = credit.replace(metrics={})
 
@@ -253,10 +258,11 @@ def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credi
     if count == 1:
         grads, (sums, ratios, row_B, view_sums) = one(whole)
         return grads, sums | corrected, ratios, row_B, view_sums
-    micros = _micro_batches(whole, B, count)
+    micros = _micro_batches(whole, B // rows, count)
     if hinted:
         views = micros[0].views
-        micros = (micros[0].replace(views=views.replace(rollout_K=views.rollout_K // count)), *micros[1:])
+        own_K = views.rollout_K // rows // count * rows + views.rollout_K % rows
+        micros = (micros[0].replace(views=views.replace(rollout_K=own_K)), *micros[1:])
     zero = [jax.tree.map(jnp.zeros_like, params) for _ in range(1 + hinted)]
 
     def step(total, micro):
@@ -265,7 +271,7 @@ def gradients(params, teacher, config, rollout: base.Rollout, credit: base.Credi
 
     grads, (sums, ratios, row_B, view_sums) = jax.lax.scan(step, zero, micros)
     sums, view_sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, view_sums))
-    return grads, sums | corrected, ratios, row_B.T.reshape(-1), view_sums
+    return grads, sums | corrected, ratios, row_B.reshape(count, -1, rows).swapaxes(0, 1).reshape(-1), view_sums
 
 
 def _dot(a, b):
