@@ -116,6 +116,14 @@ def outputs(found: base.Credit, rollout: base.Rollout) -> dict[str, np.ndarray]:
     return by_place
 
 
+def assert_same_segments(a: base.Rollout, b: base.Rollout) -> None:
+    """The used segments of two layouts are the same but for where they stand."""
+    used_a, used_b = (np.asarray(x.segments.length_BS) > 0 for x in (a, b))
+    for name in set(vars(a.segments)) - {"start_BS"}:
+        x, y = (np.asarray(getattr(r.segments, name)) for r in (a, b))
+        np.testing.assert_array_equal(x[used_a], y[used_b], err_msg=name)
+
+
 @pytest.mark.parametrize("seed", laws.SEEDS[:2])
 def test_the_credit_of_the_rows_of_a_chain_is_that_of_the_trajectory(seed):
     whole = laws.random(seed, masked=0.2 if seed else 0.0)
@@ -123,7 +131,9 @@ def test_the_credit_of_the_rows_of_a_chain_is_that_of_the_trajectory(seed):
     per_chain = np.asarray(rows.length_B).reshape(-1, ROWS)
     assert {1, 2, 3} >= set((per_chain > 0).sum(axis=1)) and (per_chain[:, 1:] > 0).any()
     np.testing.assert_array_equal(np.asarray(rows.tokens_BT)[rows.mask_BT], np.asarray(whole.tokens_BT)[whole.mask_BT])
-    want, got = laws.run(wide := widened(whole)), laws.run(chains.join(rows, ROWS))  # one shape: compiled once
+    wide, joined = widened(whole), chains.join(rows, ROWS)  # of one shape: compiled once
+    assert_same_segments(joined, whole)
+    want, got = laws.run(wide), laws.run(joined)
     for name, found in want.items():
         of_rows = chains.split(got[name], ROWS)
         a, b = outputs(found, wide), outputs(of_rows, rows)
