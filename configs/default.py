@@ -86,7 +86,7 @@ def _rl():
     c.weight_decay = 0.0
     c.epochs = 1  # passes over a batch
     c.minibatches = 1  # updates per pass
-    c.micro_batch = 0  # rollouts per forward, 0 = the whole minibatch; any value gives the same gradient
+    c.micro_batch = 0  # rows per forward, 0 = the whole minibatch; any value gives the same gradient; whole chains
     c.dynamic_rounds = 0  # DAPO: rounds of resampling groups without signal, 0 = off
     c.overlong_buffer = 0  # DAPO: sampled tokens before overlong_length over which a penalty grows to 1, 0 = off
     c.overlong_length = 0  # sampled tokens of a rollout at which the whole penalty is due

@@ -122,6 +122,12 @@ def assert_same_segments(a: base.Rollout, b: base.Rollout) -> None:
     for name in set(vars(a.segments)) - {"start_BS"}:
         x, y = (np.asarray(getattr(r.segments, name)) for r in (a, b))
         np.testing.assert_array_equal(x[used_a], y[used_b], err_msg=name)
+    before = []
+    for v in (jax.tree.map(np.asarray, r.views) for r in (a, b)):
+        used_K = v.span_length_K > 0
+        order = np.lexsort((v.span_length_K[used_K], v.hint_KN[used_K].sum(axis=1), v.rollout_K[used_K]))
+        before.append((v.span_start_K - v.insert_at_K)[used_K][order])
+    np.testing.assert_array_equal(*before)
 
 
 @pytest.mark.parametrize("seed", laws.SEEDS[:2])
