@@ -87,7 +87,7 @@ def _rl():
     c.weight_decay = 0.0
     c.epochs = 1  # passes over a batch
     c.minibatches = 1  # updates per pass
-    c.micro_batch = 0  # rollouts per forward, 0 = the whole minibatch; any value gives the same gradient
+    c.micro_batch = 0  # rows per forward, 0 = the whole minibatch; any value gives the same gradient; whole chains
     c.row_tokens = 0  # pack rollouts into rows of so many tokens, a row at a time; 0 = a row each. The same gradient
     c.dynamic_rounds = 0  # DAPO: rounds of resampling groups without signal, 0 = off
     c.overlong_buffer = 0  # DAPO: sampled tokens before overlong_length over which a penalty grows to 1, 0 = off
@@ -281,6 +281,11 @@ def get_config():
         dict(
             capacity=448,  # tokens of context per rollout
             slots=64,  # streams decoded at a time; any value gives the same rollouts
+            summarise_at=0,  # tokens in the context from which on the policy summarises it and goes on; 0 = never
+            chain_rows=4,  # contexts of an episode at most, then it is truncated; a batch holds as many rows of each
+            summary_prompt="Summarise the work so far: what was asked, what was found, what is left to do.",
+            summary_shown="{summary}",  # the user message of the next context that holds it, after those of the task
+            summary_tokens=0,  # budget of a summary, the stop token included; 0 = sample.max_tokens
         )
     )
     c.sample = config_dict.ConfigDict(

@@ -112,7 +112,8 @@ class Rollout(flax.struct.PyTreeNode):
       group_B    int32    rollouts with the same id share a task and a baseline; ids in [0, B).
       segments   Segments
       weight_B   float32  0 = masked from the loss (an infrastructure failure, a padding row), 1 = trained on.
-      chain_B    int32    rollouts with the same id are one chain (self-summaries); [0, B).
+      chain_B    int32    rows with the same id are one chain, in time order: an episode that went on after the policy
+                          summarised it (chains.py); in [0, B). Rows that a chain does not use have length and weight 0.
     Added by stages (None until computed):
       ref_logp_BT  float32 log-prob of the sampled tokens under the reference policy; 0 off-mask.
       policy_logp_BT float32 the same under the trainer's own forward at the weights that sampled; 0 off-mask.
@@ -279,6 +280,7 @@ class TurnRecord:
     shown: the messages that came in just before the action (the prompt for turn 0); reply: those that answered it.
     start, length: span of the sampled tokens. insert_at: where a hint message may stand (before the assistant header).
     finish: STOP | LENGTH | ENV. info: what the environment knows (metrics only; locating rules must not read it).
+    summary: True where the policy summarised its context: no turn of the environment, nothing replied.
     """
 
     shown: list[Message]
@@ -290,17 +292,22 @@ class TurnRecord:
     reply: list[Message] = dataclasses.field(default_factory=list)
     reward: float = 0.0
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    summary: bool = False
 
 
 @dataclasses.dataclass
 class Transcript:
-    """The text of one rollout, on the host. `seed` names the task; `tokens` is the whole stream as sampled."""
+    """The text of one row of a rollout, on the host, in the order of the rows.
+
+    `seed` names the task; `tokens` is the whole stream as sampled. part: place of the row in its chain, 0 begins one.
+    """
 
     seed: int
     group: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     turns: list[TurnRecord] = dataclasses.field(default_factory=list)
     truncated: bool = False
+    part: int = 0
 
     @property
     def score(self) -> float:

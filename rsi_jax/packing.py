@@ -132,37 +132,47 @@ def first_fit(length_B: np.ndarray, tokens: int) -> list[list[int]]:
     return rows
 
 
-def plan(rollout: base.Rollout, *, tokens: int, rows: int = 1) -> Plan:
+def plan(rollout: base.Rollout, *, tokens: int, rows: int = 1, chain_rows: int = 1) -> Plan:
     """Plans the forwards of a batch of host columns: `rows` rows of `tokens` at a time, as few as first fit finds.
 
-    Branches come on top of the tokens, in a second stream. Its width and the number of members are rounded up to
-    powers of two, so that few shapes are compiled.
-    Raises: base.InputError when a rollout is longer than a row.
+    The rollouts of a chain of `chain_rows` stand one behind the other in a row. Branches come on top of the tokens, in
+    a second stream. Its width and the number of members are rounded up to powers of two: few shapes are compiled.
+    Raises: base.InputError when a chain is longer than a row.
     """
     length_B, B = np.asarray(rollout.length_B), rollout.tokens_BT.shape[0]
-    if length_B.max(initial=0) > tokens:
-        raise base.InputError(f"rollout {length_B.argmax()} has {length_B.max()} tokens: raise rl.row_tokens={tokens}")
+    chain_N = length_B.reshape(-1, chain_rows).sum(axis=1)
+    if chain_N.max(initial=0) > tokens:
+        first = int(chain_N.argmax()) * chain_rows
+        raise base.InputError(f"rollout {first} has {chain_N.max()} tokens: raise rl.row_tokens={tokens}")
     branch_BV = np.zeros((B, 0), np.int32)
     if rollout.views is not None:
         branch_BV = np.asarray(branch_length(rollout.views)).reshape(B, -1)
-    packed = first_fit(length_B, tokens)
+    packed = [[n * chain_rows + i for n in row for i in range(chain_rows)] for row in first_fit(chain_N, tokens)]
     forwards = [packed[i : i + rows] for i in range(0, len(packed), rows)]
-    M, C = -(-B // rows), power_of_two(max((sum(map(len, f)) for f in forwards), default=1))
+    most = max((sum(map(len, forward)) for forward in forwards), default=chain_rows)
+    M, C = -(-B // rows), power_of_two(most // chain_rows) * chain_rows
     member_MC, row_MC, start_MC = np.full((M, C), -1, np.int32), np.zeros((M, C), np.int32), np.zeros((M, C), np.int32)
-    at_MCV, branch = np.zeros((M, C, branch_BV.shape[1]), np.int32), 0
+    at_MCV = np.zeros((M, C, branch_BV.shape[1]), np.int32)
     for m, forward in enumerate(forwards):
-        c = 0
-        for r, members in enumerate(forward):
-            start = at = 0
-            for b in members:
-                member_MC[m, c], row_MC[m, c], start_MC[m, c] = b, r, start
-                ends_V = at + np.cumsum(branch_BV[b])
-                at_MCV[m, c] = ends_V - branch_BV[b]
-                start, at, c = start + int(length_B[b]), int(ends_V[-1]) if len(ends_V) else 0, c + 1
-            branch = max(branch, at)
-    at_MK, used = at_MCV.reshape(M, -1), np.int32(len(forwards))
-    branch = power_of_two(branch) if branch else 0
-    return Plan(member_MC, row_MC, start_MC, at_MK, used, rows=rows, trunk=tokens, branch=branch)
+        n = sum(map(len, forward))
+        member_MC[m, :n], row_MC[m, :n], start_MC[m, :n], at_MCV[m, :n] = _places(forward, length_B, branch_BV)
+    branch = max((int(branch_BV[row].sum()) for row in packed), default=0)
+    return Plan(
+        member_MC, row_MC, start_MC, at_MCV.reshape(M, -1), np.int32(len(forwards)),
+        rows=rows, trunk=tokens, branch=power_of_two(branch) if branch else 0,
+    )  # fmt: skip
+
+
+def _places(forward: list[list[int]], length_B: np.ndarray, branch_BV: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The members of a forward, the row of each, and where its tokens (C) and its branches (C, V) begin there."""
+
+    def begins(count_B):
+        return np.concatenate([np.cumsum(count_B[row]) - count_B[row] for row in forward])
+
+    member_C = np.concatenate(forward)
+    row_C = np.repeat(np.arange(len(forward)), [len(row) for row in forward])
+    at_CV = begins(branch_BV.sum(axis=1))[:, None] + np.cumsum(branch_BV[member_C], axis=1) - branch_BV[member_C]
+    return member_C, row_C, begins(length_B), at_CV
 
 
 def power_of_two(count: int) -> int:
@@ -191,27 +201,32 @@ def forward(plan: Plan, rollout: base.Rollout, credit: base.Credit, weight_BT: j
     return (part, credit, jnp.where(used_C[:, None], weight_CT, 0.0)), jnp.where(used_C, plan.member_MC[m], B)
 
 
-def strided(micro: int, rollout: base.Rollout, credit: base.Credit, weight_BT: jax.Array):
-    """Forwards of every count-th rollout, a row each, so that shards stay busy: (`forward` as a function of m, count).
+def strided(micro: int, chain_rows: int, rollout: base.Rollout, credit: base.Credit, weight_BT: jax.Array):
+    """Forwards of every count-th chain, a row each, so that shards stay busy: (`forward` as a function of m, count).
 
-    Raises: base.InputError when `micro` does not divide the rollouts.
+    micro: rollouts of a forward, whole chains of `chain_rows`.
+    Raises: base.InputError when `micro` does not divide the rollouts, or splits chains.
     """
     B = rollout.tokens_BT.shape[0]
-    count = B // micro
+    count, some = B // micro, micro // chain_rows
     if B % micro:
         raise base.InputError(f"rl.micro_batch={micro} does not divide the {B} rollouts of a minibatch")
+    if micro % chain_rows:
+        raise base.InputError(f"rl.micro_batch={micro} is no multiple of rollout.chain_rows={chain_rows}")
 
     def split(x):
-        x = x.reshape(micro, count, x.shape[0] // B, *x.shape[1:]).swapaxes(0, 1)
-        return x.reshape(count, micro * x.shape[2], *x.shape[3:])
+        x = x.reshape(some, count, x.shape[0] * chain_rows // B, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(count, some * x.shape[2], *x.shape[3:])
 
     micros = jax.tree.map(split, (rollout, credit, weight_BT))
 
     def part(m):
         part, credit, weight_CT = jax.tree.map(lambda x: x[m], micros)
         if part.views is not None:
-            part = part.replace(views=part.views.replace(rollout_K=part.views.rollout_K // count))
-        return (part, credit, weight_CT), m + count * jnp.arange(micro)
+            chain_K, row_K = jnp.divmod(part.views.rollout_K, chain_rows)
+            part = part.replace(views=part.views.replace(rollout_K=chain_K // count * chain_rows + row_K))
+        rows_CR = (m + count * jnp.arange(some))[:, None] * chain_rows + jnp.arange(chain_rows)
+        return (part, credit, weight_CT), rows_CR.reshape(-1)
 
     return part, count
 

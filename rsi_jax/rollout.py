@@ -3,9 +3,13 @@
 A rollout's tokens are only ever appended: what the sampler drew, then the ids of the new messages. The cache of a slot
 holds its stream; when an episode ends, the slot takes the next task. Every row has its own key, so a batch of tasks
 gives the same rollouts for any number of slots.
+
+With `Chains` an episode whose context fills up goes on in another row: the policy summarises what was, and the new row
+begins with the task and the summary. The environment does not notice.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,10 +40,28 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chains:
+    """How an episode whose context fills up goes on in another row, after the policy has summarised it.
+
+    rows: of an episode at most; 1 = it never goes on. at: tokens in the context from which on the policy is asked for a
+    summary. prompt: what the user message says that asks. tokens: budget of a summary, the stop token included.
+    shown: text of the user message that holds the `{summary}` in the new row.
+
+    Source: Composer 2 (https://arxiv.org/abs/2603.24477), self-summarisation.
+    """
+
+    rows: int = 1
+    at: int = 0
+    prompt: str = ""
+    tokens: int = 1
+    shown: str = "{summary}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Sampler:
     """Everything that turns tasks into rollouts, fixed over a stage.
 
-    capacity: tokens of context per rollout. slots: streams decoded at a time.
+    capacity: tokens of context per row. slots: streams decoded at a time.
     """
 
     env: envs.Env
@@ -48,21 +70,31 @@ class Sampler:
     sampling: sample.Sampling
     capacity: int
     slots: int
+    chains: Chains = Chains()
+
+
+@dataclasses.dataclass
+class _Row:
+    """One stream: its text and its columns so far."""
+
+    transcript: base.Transcript
+    logp: list[float] = dataclasses.field(default_factory=list)
+    kept: list[float] = dataclasses.field(default_factory=list)
+    segments: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 class _Episode:
-    """One stream in flight."""
+    """One task in flight: the row that it is in, and those before it."""
 
-    def __init__(self, sampler: Sampler, row: int, task: Task):
-        self.row, self.env, self.chat, self.capacity = row, sampler.env, sampler.chat, sampler.capacity
-        self.budget = sampler.sampling.max_tokens
+    def __init__(self, sampler: Sampler, index: int, task: Task):
+        self.index, self.env, self.chat, self.capacity = index, sampler.env, sampler.chat, sampler.capacity
+        self.chains, self.sampling = sampler.chains, sampler.sampling
+        self.summing = dataclasses.replace(self.sampling, max_tokens=self.chains.tokens)
         self.state, messages = sampler.env.reset(task.seed)
-        self.transcript = base.Transcript(task.seed, task.group)
-        self.logp: list[float] = []
-        self.kept: list[float] = []
-        self.segments: list[dict[str, Any]] = []
+        self.task, self.messages = task, list(messages)
+        self.rows: list[_Row] = []
         self.opening: list[int] = []  # replayed tokens of the turn that is about to be sampled
-        self.cached = 0
+        self.due: list[base.Message] | None = None  # while a summary is sampled: what the new row must show
         self.done = False
         chunk = self.chat.start(messages)
         if len(chunk.ids) >= self.capacity:
@@ -70,19 +102,21 @@ class _Episode:
                 f"task {task.seed}: its prompt has {len(chunk.ids)} tokens, the context holds {self.capacity}; "
                 "raise rollout.capacity or shorten the prompt"
             )
-        self._append(chunk, messages, base.PROMPT)
+        self._begin(chunk, messages)
         if task.prefix is not None:
+            if self.chains.rows > 1:
+                raise base.InputError("rollout.summarise_at: an episode in several rows is not played on; set it to 0")
             self._replay(task.prefix, task.turns)
             self._open(task.prefix, task.turns, task.tokens)
 
     def _replay(self, prefix: base.Transcript, turns: int) -> None:
         """Plays the first turns of a transcript again; the cache holds none of it yet."""
         for record in prefix.turns[:turns]:
-            ids, place = prefix.tokens[record.start : record.start + record.length], len(self.segments)
+            ids, place = prefix.tokens[record.start : record.start + record.length], len(self.row.segments)
             finish = base.STOP if ids[-1] in self.chat.stop_ids else base.LENGTH
             self.act(ids, [0.0] * len(ids), [1.0] * len(ids), finish)
-            self.segments[place] |= dict(kind=base.OBSERVATION, finish=base.NOT_SAMPLED)
-        tokens, self.cached = self.transcript.tokens, 0
+            self.row.segments[place] |= dict(kind=base.OBSERVATION, finish=base.NOT_SAMPLED)
+        tokens, self.cached = self.tokens, 0
         if tokens != prefix.tokens[: len(tokens)]:
             raise base.InputError(f"task {prefix.seed}: its environment answers otherwise when it is played again")
         if self.done:
@@ -95,57 +129,113 @@ class _Episode:
         ids: list[int] = []
         for turn in prefix.turns[turns : turns + 1]:  # none when the transcript ends here
             ids = prefix.tokens[turn.start : turn.start + min(count, turn.length)]
-        full = count >= self.budget or len(self.transcript.tokens) + count >= self.capacity
+        full = count >= self.sampling.max_tokens or len(self.tokens) + count >= self.capacity
         if len(ids) < count or ids[-1] in self.chat.stop_ids or full:
             raise ValueError(
                 f"task {prefix.seed}: turn {turns} is over within {count} tokens, nothing can follow in it"
             )
         self.opening = ids
-        self.segments[-1]["length"] += count
+        self.row.segments[-1]["length"] += count
         self._extend(ids, [0.0] * count, [1.0] * count)
 
+    @property
+    def tokens(self) -> list[int]:
+        """The stream of the row."""
+        return self.row.transcript.tokens
+
+    @property
+    def budget(self) -> sample.Sampling:
+        """How the next turn is sampled."""
+        return self.sampling if self.due is None else self.summing
+
+    def _begin(self, chunk, messages) -> None:
+        """Begins a row; nothing of it is in the cache."""
+        self.row = _Row(base.Transcript(self.task.seed, self.task.group, part=len(self.rows)))
+        self.rows.append(self.row)
+        self.cached = 0
+        self._append(chunk, messages, base.PROMPT)
+
     def _append(self, chunk, messages, kind: int) -> None:
-        start = len(self.transcript.tokens)
+        start = len(self.tokens)
         self.shown, self.insert_at = list(messages), start + chunk.insert_at
         self._grow(chunk.ids, [0.0] * len(chunk.ids), [1.0] * len(chunk.ids), kind)
 
     def _grow(self, ids, logp, kept, kind: int) -> None:
-        self.segments.append(dict(start=len(self.transcript.tokens), length=len(ids), kind=kind))
+        self.row.segments.append(dict(start=len(self.tokens), length=len(ids), kind=kind))
         self._extend(ids, logp, kept)
 
     def _extend(self, ids, logp, kept) -> None:
-        self.transcript.tokens += ids
-        self.logp += logp
-        self.kept += kept
+        self.row.transcript.tokens += ids
+        self.row.logp += logp
+        self.row.kept += kept
 
     def pending(self) -> list[int]:
-        return self.transcript.tokens[self.cached :]
+        return self.tokens[self.cached :]
 
     def act(self, ids: list[int], logp: list[float], kept: list[float], finish: int) -> None:
-        """Takes a sampled turn, steps the environment, appends the observation."""
+        """Takes a sampled turn: an action, which the environment answers, or a summary, after which a row begins."""
         self._grow(ids, logp, kept, base.ACTION)
         ids, self.opening = self.opening + ids, []
-        end = len(self.transcript.tokens)
+        end = len(self.tokens)
         start, self.cached = end - len(ids), end - 1
-        text = self.chat.text(ids)
-        self.state, reply = self.env.step(self.state, text, finish)
+        record = base.TurnRecord(self.shown, self.chat.text(ids), start, len(ids), self.insert_at, finish)
+        self.row.transcript.turns.append(record)
+        if self.due is None:
+            self._step(record, ids[-1])
+        else:
+            self._go_on(record, ids)
+
+    def _step(self, record: base.TurnRecord, last_id: int) -> None:
+        """Steps the environment by an action and appends the observation."""
+        self.state, reply = self.env.step(self.state, record.text, record.finish)
         self.done = reply.done
-        if reply.done and finish == base.STOP:
-            finish = base.ENV
-        self.segments[-1] |= dict(
-            reward=reply.reward, discount=0.0 if reply.done else 1.0, finish=finish, anchor=reply.anchor
+        if reply.done and record.finish == base.STOP:
+            record.finish = base.ENV
+        record.reply, record.reward, record.info = list(reply.messages), reply.reward, reply.info
+        self.row.segments[-1] |= dict(
+            reward=reply.reward, discount=0.0 if reply.done else 1.0, finish=record.finish, anchor=reply.anchor
         )
-        record = base.TurnRecord(self.shown, text, start, len(ids), self.insert_at, finish, list(reply.messages))
-        record.reward, record.info = reply.reward, reply.info
-        self.transcript.turns.append(record)
-        if reply.done:
-            return
-        chunk = self.chat.continue_(reply.messages, last_id=ids[-1])
-        if end + len(chunk.ids) >= self.capacity:  # no room to act again: truncated, not terminal
-            self.transcript.truncated = self.done = True
-            self.segments[-1]["finish"] = record.finish = base.LENGTH
-            return
-        self._append(chunk, reply.messages, base.OBSERVATION)
+        if not reply.done:
+            self._answer(record.reply, last_id)
+
+    def _answer(self, messages: list[base.Message], last_id: int) -> None:
+        """Appends the observation; where the context fills up, asks for a summary of it, if a row is left.
+
+        An observation that does not fit is left to the next row; the summary is then one of what was before it.
+        """
+        end, ask = len(self.tokens), [base.Message(role="user", content=self.chains.prompt)]
+        offers = [messages]
+        left = len(self.rows) < self.chains.rows
+        if left and end + len(self.chat.continue_(messages, last_id=last_id).ids) >= self.chains.at:
+            offers = [messages + ask, ask, messages]
+        for shown in offers:
+            chunk = self.chat.continue_(shown, last_id=last_id)
+            if end + len(chunk.ids) < self.capacity:
+                self.due = None if shown is messages else messages
+                self._append(chunk, shown, base.OBSERVATION)
+                return
+        self._truncate()
+
+    def _truncate(self) -> None:
+        """Ends the episode where no room is left to act again: truncated, not terminal."""
+        self.row.transcript.truncated = self.done = True
+        self.row.segments[-1]["finish"] = self.row.transcript.turns[-1].finish = base.LENGTH
+
+    def _go_on(self, record: base.TurnRecord, ids: list[int]) -> None:
+        """Ends the row with its summary; the next one shows the task, the summary and what is due.
+
+        Special tokens that were sampled within the summary are no part of its text there.
+        """
+        record.summary, due, self.due = True, base.given(self.due, "due"), None
+        self.row.segments[-1] |= dict(reward=0.0, discount=1.0, finish=record.finish)
+        special = set(self.chat.tokenizer.special_tokens.values())
+        text = self.chains.shown.replace("{summary}", self.chat.text([id_ for id_ in ids if id_ not in special]))
+        messages = [*self.messages, base.Message(role="user", content=text), *due]
+        chunk = self.chat.start(messages)
+        if len(chunk.ids) >= self.capacity:
+            self._truncate()
+        else:
+            self._begin(chunk, messages)
 
 
 def _bucket(length: int) -> int:
@@ -165,10 +255,15 @@ def collect(
 ) -> tuple[base.Rollout, list[base.Transcript]]:
     """Plays one episode per task: (rollout as host arrays, transcripts), both in the order of `tasks`.
 
-    key: consumed; row i samples with fold_in(key, i). tick: called with the tokens sampled after each turn.
+    With chains every task has `sampler.chains.rows` rows, one after the other; those that it does not use are empty.
+
+    key: consumed; row i samples with fold_in(key, i), a later row of its chain with its own. tick: called with the
+      tokens sampled after each turn.
     Raises: base.InputError when a prompt does not fit the context, or a prefix cannot be replayed.
     """
-    key_B = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(tasks)))
+    rows = sampler.chains.rows
+    keys = [key, *(jax.random.fold_in(key, 2**31 - part) for part in range(1, rows))]
+    key_PB = jnp.stack([jax.vmap(functools.partial(jax.random.fold_in, k))(jnp.arange(len(tasks))) for k in keys])
     waiting = list(enumerate(tasks))[::-1]
     slots: list[_Episode | None] = [None] * min(sampler.slots, len(tasks))
     finished: dict[int, _Episode] = {}
@@ -176,35 +271,46 @@ def collect(
     while True:
         for i, episode in enumerate(slots):
             if episode is not None and episode.done:
-                finished[episode.row] = episode
+                finished[episode.index] = episode
                 slots[i] = None
             if slots[i] is None and waiting:
                 slots[i] = _Episode(sampler, *waiting.pop())
         if not any(slots):
             break
-        cache, sampled = _sample_turn(params, cache, slots, key_B, sampler)
-        tick(sampled)
-    episodes = [finished[row] for row in range(len(tasks))]
-    rollout = to_rollout(episodes, capacity=sampler.capacity, segments=2 * sampler.env.max_turns)
-    return rollout, [episode.transcript for episode in episodes]
+        budgets = [episode.budget if episode else None for episode in slots]
+        for sampling in filter(None, dict.fromkeys(budgets)):
+            acting = [e if budget == sampling else None for e, budget in zip(slots, budgets, strict=True)]
+            cache, sampled = _sample_turn(params, cache, acting, key_PB, sampler.config, sampling)
+            tick(sampled)
+    played = [row for index, task in enumerate(tasks) for row in _padded(finished[index].rows, task, rows)]
+    segments = 2 * sampler.env.max_turns  # of a row: one that ends with a summary has not had the last turn
+    rollout = to_rollout(played, capacity=sampler.capacity, segments=segments, rows=rows)
+    return rollout, [row.transcript for row in played]
 
 
-def _sample_turn(params, cache, slots, key_B, sampler: Sampler):
+def _padded(used: list[_Row], task: Task, rows: int) -> list[_Row]:
+    """The rows of a chain and, after them, those that it did not use."""
+    unused = range(len(used), rows)
+    return [*used, *(_Row(base.Transcript(task.seed, task.group, part=part)) for part in unused)]
+
+
+def _sample_turn(params, cache, slots, key_PB, config: transformer.Config, sampling: sample.Sampling):
+    """Samples one turn of the slots that are given; the others are left as they are."""
     width = _bucket(max(len(e.pending()) for e in slots if e))
     chunk = np.zeros((len(slots), width), np.int32)
-    chunk_length, cached, row = (np.zeros(len(slots), np.int32) for _ in range(3))
+    chunk_length, cached, index, part = (np.zeros(len(slots), np.int32) for _ in range(4))
     for i, episode in enumerate(slots):
         if episode:
             pending = episode.pending()
             chunk[i, : len(pending)], chunk_length[i] = pending, len(pending)
-            cached[i], row[i] = episode.cached, episode.row
+            cached[i], index[i], part[i] = episode.cached, episode.index, episode.row.transcript.part
     cache, out = sample.turn(
-        params, cache, chunk, chunk_length, cached, key_B[row], config=sampler.config, sampling=sampler.sampling
+        params, cache, chunk, chunk_length, cached, key_PB[part, index], config=config, sampling=sampling
     )
     out = jax.device_get(out)
     for i, episode in enumerate(slots):
         if episode:
-            n = min(int(out.length_B[i]), sampler.sampling.max_tokens - len(episode.opening))
+            n = min(int(out.length_B[i]), sampling.max_tokens - len(episode.opening))
             columns = (out.tokens_BA[i, :n], out.logp_BA[i, :n], out.kept_mass_BA[i, :n])
             finish = int(out.finish_B[i]) if n == out.length_B[i] else base.LENGTH
             episode.act(*(column.tolist() for column in columns), finish)
@@ -239,9 +345,12 @@ def complete(params, prompts: Sequence[list[int]], key: jax.Array, sampler: Samp
     return out
 
 
-def to_rollout(episodes, *, capacity: int, segments: int) -> base.Rollout:
-    """Lays episodes (transcript, logp, kept, segments) out as columns: T = the capacity, S = `segments`."""
-    B, T, S = len(episodes), capacity, segments
+def to_rollout(played, *, capacity: int, segments: int, rows: int = 1) -> base.Rollout:
+    """Lays streams (transcript, logp, kept, segments) out as columns: T = the capacity, S = `segments`.
+
+    rows: of each chain, one after the other; those without a token get weight 0.
+    """
+    B, T, S = len(played), capacity, segments
     tokens, logp = np.zeros((B, T), np.int32), np.zeros((B, T), np.float32)
     kept = np.ones((B, T), np.float32)
     fill = dict(start=0, length=0, kind=base.PROMPT, reward=0.0, discount=1.0, finish=base.NOT_SAMPLED)
@@ -249,19 +358,19 @@ def to_rollout(episodes, *, capacity: int, segments: int) -> base.Rollout:
     table: dict[str, Any] = {
         f"{k}_BS": np.full((B, S), v, np.float32 if isinstance(v, float) else np.int32) for k, v in fill.items()
     }
-    for b, episode in enumerate(episodes):
-        n = len(episode.transcript.tokens)
-        tokens[b, :n], logp[b, :n], kept[b, :n] = episode.transcript.tokens, episode.logp, episode.kept
-        for s, segment in enumerate(episode.segments):
+    for b, row in enumerate(played):
+        n = len(row.transcript.tokens)
+        tokens[b, :n], logp[b, :n], kept[b, :n] = row.transcript.tokens, row.logp, row.kept
+        for s, segment in enumerate(row.segments):
             for name, value in segment.items():
                 table[f"{name}_BS"][b, s] = value
     columns: dict[str, Any] = dict(
         tokens_BT=tokens,
         logp_BT=logp,
         kept_mass_BT=kept,
-        group_B=np.array([episode.transcript.group for episode in episodes], np.int32),
-        weight_B=np.ones(B, np.float32),
-        chain_B=np.arange(B, dtype=np.int32),
+        group_B=np.array([row.transcript.group for row in played], np.int32),
+        weight_B=np.array([bool(row.transcript.tokens) for row in played], np.float32),
+        chain_B=np.arange(B, dtype=np.int32) // rows,
     )
     return base.Rollout(segments=base.Segments(**table), **columns)
 

@@ -68,7 +68,7 @@ def test_the_objective_reads_its_knobs_from_the_config():
     config = default.get_config()
     made = setup.make_objective(config)
     shown = set(config.rl) | {"temperature", "teacher", "teacher_rate", "teacher_every", "span", "chunk", "remat"}
-    shown |= {"feedback_schedule"}
+    shown |= {"feedback_schedule", "chain_rows"}
     knobs = inspect.signature(schedule.scale).parameters.values()
     named = {knob.name: config.feedback[knob.name] for knob in knobs if knob.kind is knob.KEYWORD_ONLY}
     assert dict(made.feedback_schedule) == named

@@ -23,8 +23,9 @@ ROOMS = {
     "continuations": "rollout base",
     "anchors": "base",
     "rollout": "sample envs model base",
+    "chains": "base",
     "packing": "model kernels base",
-    "feedback": "packing model kernels masked sharding base",
+    "feedback": "chains packing model kernels masked sharding base",
     "annotate": "feedback packing model kernels masked sharding base",  # teacher columns are read off the views
     "sample": "model kernels sharding base",
     "model": "kernels sharding base",

@@ -16,7 +16,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from rsi_jax import base
+from rsi_jax import base, chains
 from rsi_jax.feedback.locate import Finding
 
 # (findings, transcripts) -> a hint text per finding, '' = none: the policy, a judge, a person.
@@ -136,6 +136,13 @@ def oracle(findings, transcripts, templates: Templates, seed: str) -> list[str]:
 WRITERS = {writer.__name__: writer for writer in (template, empty, irrelevant, shuffled, wrong, oracle)}
 
 
+def _in_episodes(findings: Sequence[Finding], transcripts: Sequence[base.Transcript]):
+    """The findings as turns of episodes, and these: another row of one chain is the same rollout."""
+    episode_of, place = chains.episode_of(transcripts), chains.turn_in_episode
+    moved = [Finding(episode_of[f.row], place(transcripts, f.row, f.turn), f.rule) for f in findings]
+    return moved, chains.episodes(transcripts)
+
+
 def write(
     name: str,
     findings: Sequence[Finding],
@@ -145,10 +152,11 @@ def write(
     seed: str,
     policy: PolicyWriter | None = None,
 ) -> list[str]:
-    """Writes one hint per finding with the writer of that name.
+    """Writes one hint per finding with the writer of that name, who sees whole episodes where they are chains of rows.
 
     Raises: base.InputError for an unknown name, a missing template, or `policy` without a callable.
     """
+    findings, transcripts = _in_episodes(findings, transcripts)
     if name == "policy":
         if policy is None:
             raise base.InputError("feedback.hint='policy' needs a callable that writes hints; pass it to train.run")

@@ -79,12 +79,14 @@ def locate(
 
     pick: which ones when there are more: 'first' (where it began to go wrong; later faults often repeat it) | 'random'.
 
-    A turn is named once, by the first rule that fires. Returns: (findings by row and turn, turns found but left out).
+    A turn is named once, by the first rule that fires; a summary never is. With chains a rollout is a row of one.
+
+    Returns: (findings by row and turn, turns found but left out).
     """
     findings, left_out = [], 0
     for row, transcript in enumerate(transcripts):
         found = []
-        for turn in range(len(transcript.turns)):
+        for turn in (t for t, record in enumerate(transcript.turns) if not record.summary):
             rule = next((name for name, rule in rules.items() if rule(transcript, turn)), None)
             if rule is not None:
                 found.append(Finding(row, turn, rule))

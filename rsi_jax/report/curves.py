@@ -25,7 +25,7 @@ PANELS = (
     ("Entropy", r"entropy"),
     ("Policy drift", r"(^|[/_])kl|ratio|clip_frac|ess\b|stale|kept_mass|correction"),
     ("Gradient and update norms", r"grad|update_norm|param_norm"),
-    ("Lengths", r"length|turns|tokens"),
+    ("Lengths", r"length|turns|tokens|chains"),
     ("Credit", r"adv|credit|groups|dynamic_rounds|without_signal"),
     ("Throughput", r"per_second|mfu|seconds"),
     ("Schedules", r"learning_rate|(^|/)lr$|temperature|weight|scale"),

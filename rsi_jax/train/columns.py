@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rsi_jax import anchors, annotate, base, continuations, feedback, masked
+from rsi_jax import anchors, annotate, base, chains, continuations, feedback, masked
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.credit import rewards
 from rsi_jax.feedback import hints, locate, views
@@ -121,12 +121,12 @@ class Maker:
     def _hindsight(self, transcripts: Sequence[base.Transcript]) -> base.Views:
         """A view on every turn, whose hint says how the rollout ended."""
         texts = []
-        for transcript in transcripts:
-            last = transcript.turns[-1]
+        for episode in chains.episodes(transcripts):
+            last = episode.turns[-1]
             values = {"shown": " ".join(message["content"] for message in last.shown), "said": last.text}
             texts.append(hints.fill(self.knobs.hindsight, values, "columns.hindsight", list(values)))
         findings = [locate.Finding(b, t, "hindsight") for b, x in enumerate(transcripts) for t in range(len(x.turns))]
-        ids = [self._ids(text) for text in texts]
+        ids = [self._ids(texts[episode]) for episode in chains.episode_of(transcripts)]
         capacity = self.knobs.hindsight_tokens
         made = views.build(
             findings,
@@ -142,12 +142,14 @@ class Maker:
     def learn(self, state: base.TrainState, rollout: base.Rollout) -> dict[str, Any]:
         """Advances what the variant learns by a batch, after its credit was made: the new parts of aux."""
         new: dict[str, Any] = {}
+        whole = chains.join(rollout, self.sampler.chains.rows)
         if "baseline_B" in self.needs:
             decay = self.credit.rae.decay
-            new["baseline"] = rewards.running_baseline(state.aux["baseline"], rollout, decay=decay)
+            new["baseline"] = rewards.running_baseline(state.aux["baseline"], whole, decay=decay)
         if "outcome_logp_BTM" in self.needs:
             name = self._learner
-            weight_BTM = rewards.hindsight_weights(rollout, tuple(self.credit[name].edges), LEARNS[name])
+            weight_BTM = rewards.hindsight_weights(whole, tuple(self.credit[name].edges), LEARNS[name])
+            weight_BTM = weight_BTM.reshape(*rollout.tokens_BT.shape, -1)
             head, opt = state.aux["outcome_model"], state.aux["outcome_opt"]
             steps = {"steps": self.knobs.outcome_steps, "lr": self.knobs.outcome_lr}
             new["outcome_model"], new["outcome_opt"] = _fit(
@@ -190,23 +192,27 @@ def find_judge(name: str) -> Judge:
 
 
 def _by_rules(rules: Mapping[str, locate.Rule], transcripts: Sequence[base.Transcript]) -> list[list[float]]:
-    """The judge that needs none: a turn at which a locating rule fires is worth 0, any other 1."""
+    """The judge that needs none: a turn at which a locating rule fires is worth 0, any other and a summary 1."""
     return [
-        [float(not any(rule(transcript, turn) for rule in rules.values())) for turn in range(len(transcript.turns))]
+        [
+            float(record.summary or not any(rule(transcript, turn) for rule in rules.values()))
+            for turn, record in enumerate(transcript.turns)
+        ]
         for transcript in transcripts
     ]
 
 
 def judged(judge: Judge, transcripts: Sequence[base.Transcript], *, capacity: int, name: str) -> np.ndarray:
-    """Asks a judge: judge_BS float32 [B, capacity], NaN beyond the turns.
+    """Asks a judge: judge_BS float32 [B, capacity], NaN beyond the turns; it is not shown rows without a turn.
 
     Raises: base.InputError naming the task whose scores are too few or out of range.
     """
     judge_BS = np.full((len(transcripts), capacity), np.nan, np.float32)
-    scores = judge(transcripts)
-    if len(scores) != len(transcripts):
-        raise base.InputError(f"columns.judge={name!r} scored {len(scores)} of {len(transcripts)} rollouts")
-    for row, (transcript, own) in enumerate(zip(transcripts, scores, strict=True)):
+    asked = [(row, transcript) for row, transcript in enumerate(transcripts) if transcript.turns]
+    scores = judge([transcript for _, transcript in asked])
+    if len(scores) != len(asked):
+        raise base.InputError(f"columns.judge={name!r} scored {len(scores)} of {len(asked)} rollouts")
+    for (row, transcript), own in zip(asked, scores, strict=True):
         sound = all(isinstance(x, int | float) and math.isfinite(x) and 0 <= x <= 1 for x in own)
         if len(own) != len(transcript.turns) or not sound:
             raise base.InputError(
@@ -218,16 +224,24 @@ def judged(judge: Judge, transcripts: Sequence[base.Transcript], *, capacity: in
 
 
 def best_answers(rollout: base.Rollout, transcripts: Sequence[base.Transcript]) -> list[list[int]]:
-    """The answer that each rollout's group knows: the last action of its best rollout; none where all earn the same.
+    """The answer that each row's group knows: the last action of its best episode; none where all earn the same.
 
     It stands for the answer of a data set, where there is none.
     """
-    return_B, group_B = np.asarray(rollout.return_B), np.asarray(rollout.group_B)
+    episode_of = chains.episode_of(transcripts)
+    rows = len(transcripts) // (episode_of[-1] + 1)
+    return_B = np.asarray(rollout.return_B).reshape(-1, rows).sum(axis=1)
+    group_B, weight_B = np.asarray(rollout.group_B)[::rows], np.asarray(rollout.weight_B)[::rows]
     answers: dict[int, list[int]] = {}
     for group in np.unique(group_B).tolist():
-        rows = np.flatnonzero((group_B == group) & np.isfinite(return_B) & (np.asarray(rollout.weight_B) > 0))
-        if rows.size and np.ptp(return_B[rows]) > masked.SPREAD:
-            best = transcripts[int(rows[np.argmax(return_B[rows])])]
-            last = best.turns[-1]
-            answers[group] = best.tokens[last.start : last.start + last.length]
-    return [answers.get(group, []) for group in group_B.tolist()]
+        own = np.flatnonzero((group_B == group) & np.isfinite(return_B) & (weight_B > 0))
+        if own.size and np.ptp(return_B[own]) > masked.SPREAD:
+            best = int(own[np.argmax(return_B[own])])
+            answers[group] = _last_action(transcripts[best * rows : (best + 1) * rows])
+    return [answers.get(group, []) for group in np.repeat(group_B, rows).tolist()]
+
+
+def _last_action(parts: Sequence[base.Transcript]) -> list[int]:
+    acts = [(part, turn) for part in parts for turn in part.turns if not turn.summary]
+    part, turn = acts[-1]
+    return part.tokens[turn.start : turn.start + turn.length]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rsi_jax import base
+from rsi_jax import base, chains
 from rsi_jax.feedback import locate
 
 
@@ -13,15 +13,32 @@ def sampled(rollout: base.Rollout, transcripts: Sequence[base.Transcript]) -> di
 
     Returns:
       response_tokens  mean sampled tokens per turn
-      rollout_tokens   mean sampled tokens per rollout
+      rollout_tokens   mean sampled tokens per rollout, over all rows of a chain
       kept_mass        mean over the sampled tokens of the probability that top-k and top-p left, in (0, 1]
     """
     lengths = [turn.length for transcript in transcripts for turn in transcript.turns]
     kept = np.asarray(rollout.kept_mass_BT)[np.asarray(rollout.mask_BT)]
     return {
         "response_tokens": float(np.mean(lengths)),
-        "rollout_tokens": sum(lengths) / len(transcripts),
+        "rollout_tokens": sum(lengths) / len(chains.episodes(transcripts)),
         "kept_mass": float(np.mean(kept)),
+    }
+
+
+def chained(transcripts: Sequence[base.Transcript]) -> dict[str, float]:
+    """Describes the chains of a batch.
+
+    Returns:
+      chains/rows            mean rows in use per chain
+      chains/summary_tokens  mean sampled tokens per summary; 0 without any
+      chains/truncated       chains that the context cut off: out of rows, or a summary left no room
+    """
+    lengths = [turn.length for transcript in transcripts for turn in transcript.turns if turn.summary]
+    whole = chains.episodes(transcripts)
+    return {
+        "chains/rows": sum(bool(one.turns) for one in transcripts) / len(whole),
+        "chains/summary_tokens": float(np.mean(lengths)) if lengths else 0.0,
+        "chains/truncated": float(sum(one.truncated for one in whole)),
     }
 
 

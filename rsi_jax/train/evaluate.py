@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from rsi_jax import annotate, base
+from rsi_jax import annotate, base, chains
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.feedback import hints, locate
 
@@ -47,7 +47,8 @@ def evaluate(
 
 
 def summarise(transcripts: list[base.Transcript], summary: Summary) -> dict[str, float]:
-    """The environment's summary, the mean return and the mean response length (tokens per turn)."""
+    """The environment's summary, the mean return and the mean response length (tokens per turn), of whole episodes."""
+    transcripts = chains.episodes(transcripts)
     turns = [turn for transcript in transcripts for turn in transcript.turns]
     return {
         "return": float(np.mean([transcript.score for transcript in transcripts])),
@@ -78,6 +79,7 @@ def intervals(transcripts: list[base.Transcript], summary: Summary) -> dict[str,
     Turns of one episode are not independent; leaving out whole episodes counts them once. Shares: Wilson's interval on
     the number of independent trials with that error; others: normal. None for fewer than 2 episodes.
     """
+    transcripts = chains.episodes(transcripts)
     whole, blocks = summarise(transcripts, summary), min(BLOCKS, len(transcripts))
     if blocks < 2:
         return {}

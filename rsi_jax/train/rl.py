@@ -16,7 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsi_jax import annotate, base, continuations, feedback, losses, masked, metrics, optim, packing, sharding, store
+from rsi_jax import (
+    annotate,
+    base,
+    chains,
+    continuations,
+    feedback,
+    losses,
+    masked,
+    metrics,
+    optim,
+    packing,
+    sharding,
+    store,
+)
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.credit import rewards
 from rsi_jax.feedback import schedule, teacher, views
@@ -37,8 +50,8 @@ def tasks(config, step: int, attempt: int = 0) -> list[rollout_lib.Task]:
     return [rollout_lib.Task(seed, g) for g, seed in enumerate(seeds) for _ in range(config.rl.group_size)]
 
 
-def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int):
-    """Yields epochs * minibatches parts, each with the rows of the batch that it holds.
+def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int, chain_rows: int = 1):
+    """Yields epochs * minibatches parts, each with the rows of the batch that it holds; a chain is in one of them.
 
     Rows are shuffled between epochs only when there is more than one part.
     """
@@ -47,11 +60,14 @@ def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int):
         if parts == 1:
             yield rollout, credit, np.arange(B)
             continue
-        order = np.random.default_rng([config.seed, step, epoch]).permutation(B)
-        for rows in np.split(order, parts):
-            part, scores = packing.take(rollout, credit, rows := np.sort(rows))
-            group_B = np.unique(np.asarray(part.group_B), return_inverse=True)[1].astype(np.int32)  # ids in [0, rows)
-            yield part.replace(group_B=group_B), scores, rows
+        order = np.random.default_rng([config.seed, step, epoch]).permutation(B // chain_rows)
+        for some in np.split(order, parts):
+            part, scores = packing.take(rollout, credit, rows := chains.rows_of(np.sort(some), chain_rows))
+            ids = {  # in [0, rows)
+                name: np.unique(np.asarray(getattr(part, name)), return_inverse=True)[1].astype(np.int32)
+                for name in ("group_B", "chain_B")
+            }
+            yield part.replace(**ids), scores, rows
 
 
 class Trainer:
@@ -62,7 +78,8 @@ class Trainer:
         self.run, self.config, self.parts = run, config, parts
         self.summary = getattr(env_module, "summary", lambda transcripts: {})
         self.credit_fn, self.needs = setup.bind_credit(config.credit)
-        self.credit = jax.jit(self.credit_fn)
+        self.rows = parts.sampler.chains.rows
+        self.credit = jax.jit(chains.over(self.credit_fn, self.rows))
         self.text = evaluate.read_text(config.evaluation.perplexity_text)
         self.writing = setup.make_writing(config, policy_writer)
         self.maker = setup.make_maker(config, parts, self.writing)
@@ -99,17 +116,18 @@ class Trainer:
         """Plays a batch; with dynamic sampling, groups without signal are played again, a bounded number of rounds."""
         key, batch, attempt = jax.random.fold_in(self.key, step), tasks(self.config, step), 0
         rollout, transcripts, scalars = self._play(state.params, batch, jax.random.fold_in(key, attempt))
-        silent = _silent_groups(rollout)
+        silent = _silent_groups(rollout, self.rows)
         while silent and attempt < self.config.rl.dynamic_rounds:
             attempt += 1
             dull = [row for row, task in enumerate(batch) if task.group in silent]
             drawn = tasks(self.config, step, attempt)
             redo = [drawn[row] for row in dull]
             again, texts, _ = self._play(state.params, redo, jax.random.fold_in(key, attempt))
-            rollout = _put_rows(rollout, again, np.array(dull))
-            for row, text in zip(dull, texts, strict=True):
+            rows = chains.rows_of(np.array(dull), self.rows)
+            rollout = _put_rows(rollout, again, rows)
+            for row, text in zip(rows, texts, strict=True):
                 transcripts[row] = text
-            silent = _silent_groups(rollout)
+            silent = _silent_groups(rollout, self.rows)
         scalars |= {"silent_groups": float(len(silent)), "dynamic_rounds": float(attempt)}
         rollout, more = self.maker.sample(
             state, rollout_lib.trim(rollout), transcripts, jax.random.fold_in(key, 2**31 - 2)
@@ -167,7 +185,10 @@ class Trainer:
         if rl.kl_in_reward:
             rollout = losses.kl_in_reward(rollout, coef=rl.kl_in_reward, estimator="k1")
         if rl.overlong_buffer:
-            rollout = rewards.overlong_shaping(rollout, max_length=rl.overlong_length, buffer=rl.overlong_buffer)
+            whole = chains.join(rollout, self.rows)
+            whole = rewards.overlong_shaping(whole, max_length=rl.overlong_length, buffer=rl.overlong_buffer)
+            reward_BS = whole.segments.reward_BS.reshape(rollout.segments.reward_BS.shape)
+            rollout = rollout.replace(segments=rollout.segments.replace(reward_BS=reward_BS))
         return rollout
 
     def keep_rollouts(self, rollout: base.Rollout, transcripts, step: int) -> None:
@@ -177,7 +198,7 @@ class Trainer:
             return
         with self.run.ledger.phase("archive"):
             self.archive.truncate(at - 1)  # what a killed run did beyond its last checkpoint is done again
-            few = np.arange(min(knobs.rollouts, len(transcripts)))
+            few = np.arange(min(knobs.rollouts * self.rows, len(transcripts)))
             columns = store.columns_of(packing.rows_of(rollout, few, len(transcripts)))
             texts = [dataclasses.asdict(transcripts[row]) for row in few]
             texts = [metrics.jsonable(text | {"tokens": len(text["tokens"])}) for text in texts]
@@ -233,7 +254,7 @@ class Trainer:
     def plan(self, part: base.Rollout) -> packing.Plan | None:
         """Packs a minibatch into rows of rl.row_tokens, where that is on."""
         tokens = self.config.rl.row_tokens
-        return packing.plan(part, tokens=tokens) if tokens else None
+        return packing.plan(part, tokens=tokens, chain_rows=self.rows) if tokens else None
 
     def step(self, state: base.TrainState, step: int) -> tuple[base.TrainState, dict[str, Any]]:
         """One batch, from tasks to updated parameters."""
@@ -242,10 +263,13 @@ class Trainer:
             rollout, transcripts, scalars = self.collect(state, step)
         if step == 0:
             self.check_parity(state.params, rollout)
-        scalars |= {f"train/{name}": value for name, value in self.summary(transcripts).items()}
-        scalars["reward"] = float(np.mean([transcript.score for transcript in transcripts]))
+        episodes = chains.episodes(transcripts)
+        scalars |= {f"train/{name}": value for name, value in self.summary(episodes).items()}
+        scalars["reward"] = float(np.mean([episode.score for episode in episodes]))
         scalars["tokens"] = float(np.sum(rollout.mask_BT))
         scalars |= diagnostics.sampled(rollout, transcripts)
+        if self.rows > 1:
+            scalars |= diagnostics.chained(transcripts)
         written = []
         if "views" in self.needs:
             with ledger.phase("feedback"):
@@ -266,7 +290,7 @@ class Trainer:
             self.keep_batch(samples.FIRST_HINTED, self.last, state)
         measured, read = [], []
         with ledger.phase("train"):
-            for part, scores, rows in minibatches(rollout, credit, self.config, step):
+            for part, scores, rows in minibatches(rollout, credit, self.config, step, self.rows):
                 ledger.add(trained=int(np.sum(part.length_B)))
                 plan = self.plan(part)
                 part, scores = sharding.put_rows((part, scores), self.parts.mesh)
@@ -313,9 +337,10 @@ def _is_views(x: object) -> bool:
     return isinstance(x, base.Views)
 
 
-def _silent_groups(rollout: base.Rollout) -> set[int]:
-    """Groups whose returns agree: no gradient comes from them."""
-    score_B, group_B = np.asarray(rollout.return_B), np.asarray(rollout.group_B)
+def _silent_groups(rollout: base.Rollout, rows: int) -> set[int]:
+    """Groups whose returns agree, a chain of `rows` rows counted once: no gradient comes from them."""
+    score_B = np.asarray(chains.join(rollout, rows).return_B)
+    group_B = np.asarray(rollout.group_B)[::rows]
     return {int(g) for g in np.unique(group_B) if np.ptp(score_B[group_B == g]) <= masked.SPREAD}
 
 

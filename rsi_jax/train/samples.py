@@ -35,13 +35,15 @@ class Batch:
 
 
 def telling(batch: Batch, count: int) -> np.ndarray:
-    """Chooses the rollouts that say most: those with hints first, then those with the most credit; in row order."""
+    """Chooses the rows that say most: those with hints first, then those with the most credit; in row order."""
     views = batch.rollout.views
     hinted_B = np.zeros(len(batch.transcripts), bool)
     if views is not None:
         hinted_B[np.asarray(views.rollout_K)[np.asarray(views.span_length_K) > 0]] = True
     size_B = np.abs(np.asarray(batch.credit.adv_BT)).sum(axis=1)
-    return np.sort(np.lexsort((-size_B, ~hinted_B))[:count])
+    used_B = np.array([bool(transcript.turns) for transcript in batch.transcripts])
+    order = np.lexsort((-size_B, ~hinted_B))
+    return np.sort(order[used_B[order]][:count])
 
 
 def of_batch(
@@ -74,7 +76,7 @@ def of_batch(
             i,
             chat.tokenizer.token_strings(batch.transcripts[row].tokens),
             credit.adv_BT,
-            title=f"{title} {batch.transcripts[row].seed}",
+            title=f"{title} {_named(batch.transcripts[row])}",
             hints=hints,
             entropy_BT=entropy_BT,
             sources=list(rules),
@@ -86,7 +88,8 @@ def of_batch(
 
 
 def of_evaluation(result: evaluate.Result, chat: chat_lib.Chat, count: int, when: str) -> list[report.TraceTokens]:
-    """Makes the traces of the first `count` episodes of an evaluation; no credit is assigned there."""
+    """Makes the traces of the first `count` rows of an evaluation; no credit is assigned there."""
+    used = [(row, transcript) for row, transcript in enumerate(result.transcripts) if transcript.turns]
     zero_BT = np.zeros_like(np.asarray(result.rollout.logp_BT))
     return [
         report.trace(
@@ -94,11 +97,16 @@ def of_evaluation(result: evaluate.Result, chat: chat_lib.Chat, count: int, when
             row,
             chat.tokenizer.token_strings(transcript.tokens),
             zero_BT,
-            title=f"{when}: task {transcript.seed}",
+            title=f"{when}: task {_named(transcript)}",
             separator=separator(chat),
         )
-        for row, transcript in enumerate(result.transcripts[:count])
+        for row, transcript in used[:count]
     ]
+
+
+def _named(transcript: base.Transcript) -> str:
+    """The task of a row and, of a later row of a chain, its number there."""
+    return f"{transcript.seed}, row {transcript.part + 1}" if transcript.part else str(transcript.seed)
 
 
 def separator(chat: chat_lib.Chat) -> str:

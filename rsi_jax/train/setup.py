@@ -106,6 +106,55 @@ def make_maker(config, parts: Parts, writing: feedback.Writing) -> columns.Maker
     )
 
 
+def chain_rows(config) -> int:
+    """Rows of the batch that each task has."""
+    return config.rollout.chain_rows if config.rollout.summarise_at else 1
+
+
+def _check_chains(config) -> None:
+    knobs, rows = config.rollout, chain_rows(config)
+    if not knobs.summarise_at:
+        return
+    _need(rows > 1, f"rollout.chain_rows={rows} leaves no row to go on in: set it to 2 or more, or summarise_at to 0")
+    _need(
+        knobs.summarise_at < knobs.capacity,
+        f"rollout.summarise_at={knobs.summarise_at} must be below rollout.capacity={knobs.capacity}",
+    )
+    shown = knobs.summary_shown
+    _need("{summary}" in shown, f"rollout.summary_shown={shown!r} does not show {{summary}}")
+    sampled = [name for name in ("mc_value_BT", "tree_B") if name in bind_credit(config.credit)[1]]
+    _need(
+        not sampled,
+        f"credit.name={config.credit.name!r} plays on from the middle of a rollout, which cannot be done in several "
+        "rows: set rollout.summarise_at=0",
+    )
+    micro = config.rl.micro_batch
+    _need(micro % rows == 0, f"rl.micro_batch={micro} is no multiple of rollout.chain_rows={rows}: chains are not cut")
+
+
+def make_chains(config, chat: chat_lib.Chat) -> rollout_lib.Chains:
+    """Binds how rollouts go on when their context fills up.
+
+    Raises: base.InputError when the model cannot read the texts, or its template no two user messages in a row.
+    """
+    knobs = config.rollout
+    if not knobs.summarise_at:
+        return rollout_lib.Chains()
+    texts = {name: knobs[name].replace("{summary}", "") for name in ("summary_prompt", "summary_shown")}
+    for name, text in texts.items():
+        try:
+            chat.start([base.Message(role="user", content=content) for content in (chat.tokenizer.probes[0], text)])
+        except base.InputError as error:
+            raise base.InputError(f"rollout.{name}: the model cannot read it after another message: {error}") from error
+    return rollout_lib.Chains(
+        chain_rows(config),
+        knobs.summarise_at,
+        knobs.summary_prompt,
+        knobs.summary_tokens or config.sample.max_tokens,
+        knobs.summary_shown,
+    )
+
+
 def _check_columns(config) -> None:
     names = credit_names(config.credit)
     valued = [name for name in names if name in columns.VALUED]
@@ -130,6 +179,9 @@ def make_writing(config, policy: hints.PolicyWriter | None = None) -> feedback.W
 
 def make_objective(config) -> Objective:
     """Collects the loss's knobs from the config."""
+    span, rows = config.sample.max_tokens, chain_rows(config)
+    if rows > 1 and "hindsight_logp_BT" in bind_credit(config.credit)[1]:  # which has a view on every turn
+        span = max(span, config.rollout.summary_tokens)
     known = {field.name for field in dataclasses.fields(Objective)}
     knobs = {name: value for name, value in config.rl.items() if name in known}
     return Objective(
@@ -141,7 +193,8 @@ def make_objective(config) -> Objective:
         teacher=config.feedback.teacher,
         teacher_rate=config.feedback.teacher_rate,
         teacher_every=config.feedback.teacher_every,
-        span=config.sample.max_tokens,
+        span=span,
+        chain_rows=rows,
         chunk=config.compute.chunk,
         remat=remat(config),
     )
@@ -158,6 +211,7 @@ LEAST = (  # the least value of each field
     ("evaluation.episodes", 1), ("evaluation.final_episodes", 1), ("checkpoint.every", 1), ("checkpoint.keep", 1),
     ("evaluation.every", 0), ("evaluation.samples", 0), ("feedback.per_rollout", 1), ("archive.every", 0),
     ("archive.rollouts", 1), ("feedback.watch_turns", 0), ("evaluation.gain_turns", 0),
+    ("rollout.summarise_at", 0), ("rollout.summary_tokens", 0), ("rollout.chain_rows", 1),
     ("columns.continuations", 1), ("columns.every", 1), ("columns.cut_interval", 1), ("columns.roots", 1),
     ("columns.hindsight_tokens", 1), ("columns.wrong_hints", 1), ("columns.outcome_rank", 1),
     ("columns.outcome_steps", 0), ("columns.outcome_lr", 0), ("columns.anchor_similarity", 0),
@@ -176,12 +230,13 @@ def _check_rows(config) -> None:
         batch % config.rl.minibatches == 0,
         f"rl.minibatches={config.rl.minibatches} does not divide the {batch} rollouts of a batch",
     )
-    rows = batch // config.rl.minibatches
+    rows = batch // config.rl.minibatches * chain_rows(config)
     _need(not micro or rows % micro == 0, f"rl.micro_batch={micro} does not divide the {rows} rollouts of a minibatch")
     _need(not row or not micro, f"rl.row_tokens={row} packs the rollouts into rows itself: set rl.micro_batch to 0")
     _need(
-        not row or row >= config.rollout.capacity,
-        f"rl.row_tokens={row} cannot hold a rollout of rollout.capacity={config.rollout.capacity} tokens",
+        not row or row >= config.rollout.capacity * chain_rows(config),
+        f"rl.row_tokens={row} cannot hold a rollout of rollout.capacity={config.rollout.capacity} tokens"
+        + f" in rollout.chain_rows={chain_rows(config)}" * (chain_rows(config) > 1),
     )
     _need(
         not config.compute.offload or config.compute.remat != "none",
@@ -238,6 +293,7 @@ def check(config) -> None:
             _need(name in known, f"credit.{config.credit.name}.{name} is no knob of that variant")
     make_writing(config)
     _check_columns(config)
+    _check_chains(config)
 
 
 def make_parts(config) -> Parts:
@@ -263,7 +319,9 @@ def make_parts(config) -> Parts:
     mesh = sharding.make_mesh(config.mesh.to_dict())
     platform = mesh.devices.flat[0].platform
     model = dataclasses.replace(model, attention=config.compute.attention or attention.resolve(platform))
-    sampler = rollout_lib.Sampler(env, chat, model, sampling, config.rollout.capacity, config.rollout.slots)
+    sampler = rollout_lib.Sampler(
+        env, chat, model, sampling, config.rollout.capacity, config.rollout.slots, make_chains(config, chat)
+    )
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     _need(
         not config.rl.row_tokens or shards == 1,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rsi_jax import annotate, base, losses, optim, packing
+from rsi_jax import annotate, base, chains, losses, optim, packing
 from rsi_jax.feedback import schedule
 from rsi_jax.feedback import teacher as teacher_lib
 from rsi_jax.feedback import views as views_lib
@@ -32,6 +32,7 @@ class Objective:
     every outcome term of a token (policy, KL, entropy, critic); 'none' = the batch as it was sampled.
     span: scored tokens of a view at most (U). micro_batch: rollouts per forward, 0 = all at once. remat: what the
     backward pass computes again.
+    chain_rows: rows of a chain; what the loss says of a rollout (its mean, its ratio) it says of a chain.
     """
 
     surrogate: str = "ppo"
@@ -62,19 +63,22 @@ class Objective:
     teacher_every: int = 10
     span: int = 8
     micro_batch: int = 0
+    chain_rows: int = 1
     chunk: int = 512
     remat: transformer.Remat = transformer.Remat()
 
 
 def token_weights(rollout: base.Rollout, objective: Objective) -> jax.Array:
     """Pre-scales every token over the whole optimizer batch, so that any micro-batching sums to the same loss."""
-    return losses.aggregate_weights(
-        rollout.mask_BT,
-        rollout.weight_B,
-        rollout.group_B,
+    whole = chains.join(rollout, objective.chain_rows)
+    weight_BT = losses.aggregate_weights(
+        whole.mask_BT,
+        whole.weight_B,
+        whole.group_B,
         how=objective.aggregation,
         constant=objective.aggregation_constant,
     )
+    return weight_BT.reshape(rollout.tokens_BT.shape)
 
 
 def correct(rollout: base.Rollout, weight_BT: jax.Array, o: Objective):
@@ -85,17 +89,16 @@ def correct(rollout: base.Rollout, weight_BT: jax.Array, o: Objective):
     if o.correction == "none":
         return rollout, weight_BT, {}
     policy_logp_BT = base.given(rollout.policy_logp_BT, "policy_logp_BT")
+    columns = (policy_logp_BT, rollout.logp_BT, rollout.mask_BT & (weight_BT > 0))
     factor_BT, found = losses.correction_weights(
-        policy_logp_BT,
-        rollout.logp_BT,
-        rollout.mask_BT & (weight_BT > 0),
+        *(chains.by_chain(x, o.chain_rows) for x in columns),
         how=o.correction,
         level=o.correction_level,
         low=o.correction_low,
         high=o.correction_high,
     )
     metrics = {f"correction/{name}": x for name, x in found.items()}
-    return rollout.replace(logp_BT=policy_logp_BT), weight_BT * factor_BT, metrics
+    return rollout.replace(logp_BT=policy_logp_BT), weight_BT * factor_BT.reshape(weight_BT.shape), metrics
 
 
 def outcome_loss(params, config, hidden_RPD, rollout: base.Rollout, credit: base.Credit, weight_BT, o: Objective):
@@ -104,12 +107,9 @@ def outcome_loss(params, config, hidden_RPD, rollout: base.Rollout, credit: base
     logp_BT, entropy_BT = annotate.token_logp(
         params, config, hidden_RPD, rollout, temperature=o.temperature, chunk=o.chunk
     )
+    columns = (logp_BT, rollout.logp_BT, credit.adv_BT, mask_BT, weight_BT)
     loss, ratios = losses.policy_loss(
-        logp_BT,
-        rollout.logp_BT,
-        credit.adv_BT,
-        mask_BT,
-        weight_BT,
+        *(chains.by_chain(x, o.chain_rows) for x in columns),
         surrogate=o.surrogate,
         ratio_level=o.ratio_level,
         clip_low=o.clip_low,
@@ -247,7 +247,7 @@ def gradients(
     if plan is not None:
         part, count = functools.partial(packing.forward, plan, rollout, credit, weight_BT), plan.used
     elif o.micro_batch and o.micro_batch < B:
-        part, count = packing.strided(o.micro_batch, rollout, credit, weight_BT)
+        part, count = packing.strided(o.micro_batch, o.chain_rows, rollout, credit, weight_BT)
     else:
         grads, sums, *others = one(rollout, credit, weight_BT)
         return grads, sums | corrected, *others
