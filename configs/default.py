@@ -300,5 +300,10 @@ def get_config():
     c.archive = config_dict.ConfigDict(dict(every=10, rollouts=8))  # batches between archived ones, 0 = off; first rows
     c.track = ()  # extra trackers: 'wandb', 'trackio'
     c.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1, context=1))  # devices per axis, -1 = what is left
-    c.compute = config_dict.ConfigDict(dict(chunk=512, remat=False))  # tokens scored at a time; recompute layers
+    c.compute = config_dict.ConfigDict(
+        dict(
+            chunk=0,  # tokens scored at a time, 0 = 2^21 logits but at least 128 tokens, for CPUs; accelerators: 4096
+            remat=False,  # recompute layers
+        )
+    )
     return c

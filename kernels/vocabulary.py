@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-LOGITS = 2**22  # of a chunk, when its size is automatic: 16 MiB
+LOGITS = 2**21  # of a chunk, when its size is automatic: 8 MiB, which still fits the caches of a CPU
 ROWS = 128  # of a chunk at least, when its size is automatic: fewer make the products slow
 
 
@@ -32,7 +32,7 @@ class Head(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """Of each row of logits: the largest, and log sum exp(logit - largest) >= 0. Kept apart: a large offset is exact."""
+    """Of each row of logits: the largest, and log sum exp(logit - largest) >= 0; apart, so a large offset is exact."""
 
     top_N: jax.Array
     log_total_N: jax.Array
@@ -109,7 +109,7 @@ def top(head: Head, x_NV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def rows_of(chunk: int, tokens: int, vocab: int) -> int:
-    """The tokens of a chunk: `chunk`, or LOGITS / vocab but at least ROWS when it is 0; then evened out over the chunks.
+    """Says how many tokens a chunk has: `chunk`; if that is 0, LOGITS / vocab, at least ROWS. Then chunks are evened.
 
     vocab: columns here (of this shard).
     """
@@ -118,7 +118,7 @@ def rows_of(chunk: int, tokens: int, vocab: int) -> int:
 
 
 def split(x: jax.Array, rows: int) -> jax.Array:
-    """Deals the leading axis into chunks [count, rows, ...], every count-th to the same one: a sharded axis stays so."""
+    """Deals the leading axis into chunks [count, rows, ...], every count-th row to one: a sharded axis stays so."""
     count = -(-x.shape[0] // rows)
     x = jnp.pad(x, [(0, count * rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(rows, count, *x.shape[1:]).swapaxes(0, 1)
@@ -153,9 +153,8 @@ def pull(head: Head, slope: Callable, hidden_ND: jax.Array, unembed_DV: jax.Arra
         logit_CV = head_logits(head, hidden_CD, unembed_DV)
         raw_CV = _through_cap(head, slope(logit_CV, *chunk), logit_CV)
         raw_CV = raw_CV.astype(jnp.promote_types(hidden_ND.dtype, unembed_DV.dtype))
-        exact = {"preferred_element_type": jnp.float32}
-        to_CD = jnp.einsum("cv,dv->cd", raw_CV, unembed_DV, **exact)
-        return sum_DV + jnp.einsum("cd,cv->dv", hidden_CD, raw_CV, **exact), to_CD
+        to_CD = jnp.einsum("cv,dv->cd", raw_CV, unembed_DV, preferred_element_type=jnp.float32)
+        return sum_DV + jnp.einsum("cd,cv->dv", hidden_CD, raw_CV, preferred_element_type=jnp.float32), to_CD
 
     columns = (hidden_ND, *columns)
     zero_DV = _varying_like(jnp.zeros(unembed_DV.shape, jnp.float32), unembed_DV, *jax.tree.leaves(columns))
