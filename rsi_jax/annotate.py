@@ -48,7 +48,7 @@ def token_logp(
         soft_cap=config.logit_soft_cap,
         chunk=chunk,
     )
-    logp_BT, entropy_BT = (jnp.pad(x.reshape(B, T - 1), ((0, 0), (1, 0))) for x in scores[:2])
+    logp_BT, entropy_BT = (jnp.pad(x.reshape(B, T - 1), ((0, 0), (1, 0))) for x in (scores.logp_N, scores.entropy_N))
     return logp_BT - jnp.log(rollout.kept_mass_BT), entropy_BT
 
 
