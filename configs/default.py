@@ -311,7 +311,7 @@ def get_config():
     c.mesh = config_dict.ConfigDict(dict(data=-1, fsdp=1, tensor=1, context=1))  # devices per axis, -1 = what is left
     c.compute = config_dict.ConfigDict(
         dict(
-            chunk=512,  # tokens scored against the vocabulary at a time
+            chunk=0,  # tokens scored at a time, 0 = 2^21 logits but at least 128 tokens, for CPUs; accelerators: 4096
             remat="none",  # what the backward pass computes again: 'none', 'attention' (all but attention) or 'layer'
             attention="",  # 'chunked' (linear memory) | 'reference' (O(T^2), the definition); '' = the device's default
             offload=False,  # what remat keeps waits in the host's memory; needs remat 'attention' or 'layer'

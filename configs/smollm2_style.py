@@ -23,5 +23,4 @@ def get_config():
     c.evaluation.update(episodes=32, final_episodes=114, every=0, gain_turns=16)  # 114: each held-out question thrice
     c.evaluation.perplexity_text = "public_domain.txt"
     c.checkpoint.every = 8
-    c.compute.chunk = 128  # logits of 49,152 words
     return c

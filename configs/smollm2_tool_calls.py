@@ -20,5 +20,4 @@ def get_config():
     c.evaluation.update(episodes=8, final_episodes=24, every=0, gain_turns=24)
     c.evaluation.perplexity_text = "public_domain.txt"
     c.checkpoint.every = 4
-    c.compute.chunk = 128  # logits of 49,152 words
     return c

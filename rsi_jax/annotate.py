@@ -41,7 +41,7 @@ def token_logp(
     divided out, so that old and new agree at the first update (a replay of the support's mass, not of its ids).
     """
     R, P, D = hidden_RPD.shape
-    logp_N, entropy_N = token_logprob.token_logprob(
+    scores = token_logprob.token_logprob(
         hidden_RPD[:, :-1].reshape(-1, D),
         transformer.unembedding(params) if unembedding is None else unembedding,
         packing.trunk_rows(rollout).tokens_BT[:, 1:].reshape(-1),
@@ -49,7 +49,8 @@ def token_logp(
         soft_cap=config.logit_soft_cap,
         chunk=chunk,
     )
-    logp_BT, entropy_BT = (_per_token(x.reshape(R, P - 1), rollout) for x in (logp_N, entropy_N))
+    each = (scores.logp_N, scores.entropy_N)
+    logp_BT, entropy_BT = (_per_token(x.reshape(R, P - 1), rollout) for x in each)
     return logp_BT - jnp.log(rollout.kept_mass_BT), entropy_BT
 
 
@@ -76,7 +77,7 @@ def annotate(
     readings: Mapping[str, Any] | None = None,
     outcome_model: Any = None,
     temperature: float = 1.0,
-    chunk: int = 512,
+    chunk: int = 0,
     span: int = 0,
 ) -> base.Rollout:
     """Adds the named columns (base.Rollout says what each is), with one forward for all that the policy itself scores.
@@ -173,14 +174,14 @@ def _answer_logp(params, config, rollout: base.Rollout, views: base.Views, *, te
     B, S = rollout.segments.kind_BS.shape
     states_KND = views_lib.hint_states(params, config, rollout.replace(views=views))
     K, N, D = states_KND.shape
-    logp_N, _ = token_logprob.token_logprob(
+    logp_N = token_logprob.token_logprob(
         states_KND.reshape(-1, D),
         transformer.unembedding(params),
         jnp.asarray(views.hint_KN).reshape(-1),
         temperature=temperature,
         soft_cap=config.logit_soft_cap,
         chunk=chunk,
-    )
+    ).logp_N
     inside_KN = jnp.arange(N) < views.hint_length_K[:, None]
     mean_K = jnp.sum(jnp.where(inside_KN, logp_N.reshape(K, N), 0.0), axis=1) / jnp.maximum(views.hint_length_K, 1)
     mean_BS = jnp.where(views.weight_K > 0, mean_K, jnp.nan).reshape(B, K // B)
@@ -200,19 +201,19 @@ def span_logp(
     """Scores the sampled tokens of each view's span from the teacher's states there: nats [K, U], 0 off-span."""
     views = base.given(rollout.views, "views")
     K, U, D = states_KUD.shape
-    logp_N, _ = token_logprob.token_logprob(
+    logp_N = token_logprob.token_logprob(
         states_KUD.reshape(-1, D),
         transformer.unembedding(teacher),
         views_lib.span_tokens(rollout.tokens_BT, views, U).reshape(-1),
         temperature=temperature,
         soft_cap=config.logit_soft_cap,
         chunk=chunk,
-    )
+    ).logp_N
     return jnp.where(views_lib.span_mask(views, U), logp_N.reshape(K, U), 0.0)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature", "chunk"))
-def score_rollout(params, rollout: base.Rollout, *, config, temperature: float = 1.0, chunk: int = 512):
+def score_rollout(params, rollout: base.Rollout, *, config, temperature: float = 1.0, chunk: int = 0):
     """Scores a rollout under `params`: (logp_BT, entropy_BT), 0 off-mask. The parity gate and the heat map read it."""
     hidden_BTD = hidden_states(params, config, rollout)
     scores = token_logp(params, config, hidden_BTD, rollout, temperature=temperature, chunk=chunk)
@@ -225,19 +226,19 @@ def _continuation_logp(params, tokens_BT, prefix_B, length_B, *, config, chunk: 
     positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
     ranges = attention.causal_ranges(length_B, T)
     hidden_BTD = transformer.hidden_states(params, config, transformer.Rows(tokens_BT, positions_BT, ranges))
-    logp_N, _ = token_logprob.token_logprob(
+    logp_N = token_logprob.token_logprob(
         hidden_BTD[:, :-1].reshape(-1, hidden_BTD.shape[-1]),
         transformer.unembedding(params),
         tokens_BT[:, 1:].reshape(-1),
         soft_cap=config.logit_soft_cap,
         chunk=chunk,
-    )
+    ).logp_N
     place_T = jnp.arange(1, T)
     keep_BT = (place_T >= prefix_B[:, None]) & (place_T < length_B[:, None])
     return jnp.sum(jnp.where(keep_BT, logp_N.reshape(len(prefix_B), T - 1), 0.0), axis=1)
 
 
-def continuation_logp(params, config: transformer.Config, prefixes, continuations, *, chunk: int = 512) -> np.ndarray:
+def continuation_logp(params, config: transformer.Config, prefixes, continuations, *, chunk: int = 0) -> np.ndarray:
     """Scores whole continuations given their prefixes (lists of ids): log-prob of each, nats [B], on the host.
 
     Raises: ValueError for an empty prefix.

@@ -192,6 +192,97 @@ def test_from_states_is_from_logits_for_any_chunk_and_the_teacher_has_no_gradien
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def buckets(student, teacher, top_k):
+    """Which words are one entry of the sum [N, V, V + 1]: each kept word is one, all others together the last."""
+    top = [np.argsort(-np.asarray(x), axis=1)[:, : top_k or x.shape[1]] for x in (student, teacher)]
+    member = np.zeros((*student.shape, student.shape[1] + 1))
+    for row, kept in zip(member, np.concatenate(top, axis=1), strict=True):
+        row[kept, kept] = 1.0
+        row[:, -1] = 1.0 - row.sum(axis=1)
+    return member
+
+
+def defined(student, teacher, member, *, name, alpha=0.5, clip=0.0, entry_clip=0.0):
+    """The divergence per token of logits as `from_logits` describes it, on probabilities."""
+    mass = (jnp.einsum("nv,nvm->nm", jax.nn.softmax(x), member) for x in (student, teacher))
+    s, t = (jnp.where(member.any(axis=1), x, 1.0) for x in mass)  # no word in it: an entry of 0
+    m = (1 - alpha) * s + alpha * t
+    f = {
+        "forward_kl": t * jnp.log(t / s),
+        "reverse_kl": s * jnp.log(s / t),
+        "jsd": ((1 - alpha) * s * jnp.log(s / m) + alpha * t * jnp.log(t / m)) / (4 * alpha * (1 - alpha)),
+    }[name]
+    value = jnp.sum(jnp.clip(f, -entry_clip, entry_clip) if entry_clip else f, axis=1)
+    return jnp.minimum(value, clip) if clip else value
+
+
+CASES = [
+    {"name": "forward_kl"}, {"name": "forward_kl", "entry_clip": 0.04}, {"name": "forward_kl", "top_k": 3, "clip": 0.4},
+    {"name": "reverse_kl", "clip": 0.5}, {"name": "reverse_kl", "entry_clip": 0.04, "top_k": 2},
+    {"name": "jsd", "alpha": 0.2, "entry_clip": 0.01}, {"name": "jsd", "alpha": 0.7, "top_k": 4},
+]  # fmt: skip
+
+
+def weighed(fn, arrays, weights):
+    """(values, gradients of their weighted sum in the student's and the teacher's states and unembeddings)."""
+
+    def total(arrays):
+        value = fn(*arrays)
+        return jnp.sum(weights * value), value
+
+    return jax.grad(total, has_aux=True)(arrays)[::-1]
+
+
+@pytest.mark.parametrize(("temperature", "soft_cap"), [(0.7, 2.0), (1.3, 0.0)])
+def test_values_and_gradients_from_states_are_those_of_float64(temperature, soft_cap):
+    rng = np.random.default_rng(11)
+    arrays = [rng.normal(size=s).astype(np.float32) for s in ((13, 5), (5, 17), (13, 3), (3, 17))]
+    weights, target = rng.normal(size=13).astype(np.float32), jnp.zeros(13, jnp.int32)
+
+    def logits(hidden, unembed):
+        raw = hidden @ unembed
+        return (soft_cap * jnp.tanh(raw / soft_cap) if soft_cap else raw) / temperature
+
+    members = [buckets(logits(*arrays[:2]), logits(*arrays[2:]), case.get("top_k", 0)) for case in CASES]
+
+    def one(a, b, c, d, member, case):
+        knobs = {name: knob for name, knob in case.items() if name != "top_k"}
+        return defined(logits(a, b), jax.lax.stop_gradient(logits(c, d)), member, **knobs)
+
+    @jax.jit
+    def wanted(arrays, weights):
+        run = [functools.partial(one, member=m, case=case) for m, case in zip(members, CASES, strict=True)]
+        return [weighed(fn, arrays, weights) for fn in run]
+
+    @jax.jit
+    def found(arrays):
+        run = functools.partial(divergence_op.divergence, target_N=target, temperature=temperature, soft_cap=soft_cap)
+        chunked = [weighed(functools.partial(run, chunk=4, **case), arrays, weights) for case in CASES]
+        whole = [weighed(functools.partial(run, implementation="reference", **case), arrays, weights) for case in CASES]
+        return chunked, whole
+
+    with jax.enable_x64(True):
+        want = jax.tree.map(np.asarray, wanted([np.float64(x) for x in arrays], np.float64(weights)))
+    for got in found(arrays):
+        for case, (value, grads), (exact, slopes) in zip(CASES, got, want, strict=True):
+            np.testing.assert_allclose(value, exact, atol=1e-5, err_msg=str(case))
+            for a, b in zip(grads, slopes, strict=True):
+                np.testing.assert_allclose(a, b, atol=3e-5, err_msg=str(case))
+            assert not np.asarray(grads[2]).any() and not np.asarray(grads[3]).any()
+
+
+def test_a_clipped_entry_alone_loses_its_gradient():
+    student, teacher = (jnp.log(jnp.asarray([p])) for p in ([0.05, 0.35, 0.6], [0.7, 0.2, 0.1]))
+    exact, pull = valued(student, teacher, jnp.zeros(1, jnp.int32), name="forward_kl", entry_clip=0.5)
+    s, t = np.exp(student[0]), np.exp(teacher[0])
+    f = t * np.log(t / s)
+    assert f[0] > 0.5 > np.abs(f[1:]).max()
+    np.testing.assert_allclose(exact, [0.5 + f[1] + f[2]], rtol=1e-5)  # below 0: the ceiling cut the only rise
+    np.testing.assert_allclose(pull[0], np.array([0, -t[1], -t[2]]) + s * (t[1] + t[2]), atol=1e-6)
+    with pytest.raises(ValueError, match="no entries to clip"):
+        divergence_op.from_logits(student, teacher, jnp.zeros(1, jnp.int32), name="sampled", entry_clip=0.5)
+
+
 def test_logits_of_the_teacher_have_no_gradient():
     student, teacher, target = draw(10)
 

@@ -1,5 +1,6 @@
-"""Log-prob of the target token and entropy from hidden states, without holding [T, V]."""
+"""Log-prob of the target token, entropy and normaliser from hidden states, without holding [N, V]."""
 
-from rsi_jax.kernels.token_logprob.api import logits_of, token_logprob
+from rsi_jax.kernels.token_logprob.api import Scores, token_logprob
+from rsi_jax.kernels.vocabulary import logits_of
 
-__all__ = ["logits_of", "token_logprob"]
+__all__ = ["Scores", "logits_of", "token_logprob"]

@@ -164,13 +164,13 @@ def packed_loss(
     ranges = attention.Ranges(zero_BT, zero_BT, start_BT, end_BT)
     rows = transformer.Rows(tokens_BT, positions_BT, ranges)
     hidden_BTD = transformer.hidden_states(params, config, rows, remat=remat)
-    logp_N, _ = token_logprob.token_logprob(
+    logp_N = token_logprob.token_logprob(
         hidden_BTD[:, :-1].reshape(-1, hidden_BTD.shape[-1]),
         transformer.unembedding(params),
         tokens_BT[:, 1:].reshape(-1),
         soft_cap=config.logit_soft_cap,
         chunk=chunk,
-    )
+    ).logp_N
     keep_N = (batch["train"][:, 1:].astype(bool) & (positions_BT[:, 1:] > 0) & used_BT[:, 1:]).reshape(-1)
     count = jnp.sum(keep_N)
     return -jnp.sum(jnp.where(keep_N, logp_N, 0.0)) / jnp.maximum(1, count), count

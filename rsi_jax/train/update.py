@@ -64,7 +64,7 @@ class Objective:
     span: int = 8
     micro_batch: int = 0
     chain_rows: int = 1
-    chunk: int = 512
+    chunk: int = 0
     remat: transformer.Remat = transformer.Remat()
 
 
@@ -205,14 +205,14 @@ def _span_importance(params, config, student_KUD, rollout: base.Rollout, o: Obje
     """min(π / μ, bound) of each span token, no gradient: π as it is now, μ as it was when it sampled."""
     views = base.given(rollout.views, "views")
     tokens_KU = views_lib.span_tokens(rollout.tokens_BT, views, o.span)
-    logp_N, _ = token_logprob.token_logprob(
+    logp_N = token_logprob.token_logprob(
         student_KUD.reshape(-1, student_KUD.shape[-1]),
         transformer.unembedding(params),
         tokens_KU.reshape(-1),
         temperature=o.temperature,
         soft_cap=config.logit_soft_cap,
         chunk=o.chunk,
-    )
+    ).logp_N
     old_KU = views_lib.span_tokens(rollout.logp_BT, views, o.span)
     ratio_KU = jnp.exp(jnp.clip(logp_N.reshape(old_KU.shape) - old_KU, -losses.LOG_RATIO_MAX, losses.LOG_RATIO_MAX))
     return jax.lax.stop_gradient(jnp.where(views_lib.span_mask(views, o.span), jnp.minimum(ratio_KU, bound), 0.0))
