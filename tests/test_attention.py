@@ -303,7 +303,7 @@ def test_rows_split_over_devices_stay_where_they_are():
 
 @pytest.mark.parametrize("queries", [5, api.FEW + 1])
 def test_decode_attention_is_a_row_of_attention(queries):
-    T = 150
+    T = api.CACHE_BLOCK + 38
     q, k, v = draw(5, 2, T, T, 4, 2, 6)
     _, ranges, positions = rows_of(6, 2, T)
     ranges = ranges.window(positions, 7)

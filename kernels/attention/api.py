@@ -9,6 +9,7 @@ those of a plain causal row are (empty, [0, q + 1)). A query that sees nothing (
 -inf, and no gradient.
 """
 
+import functools
 from typing import NamedTuple
 
 import chex
@@ -20,6 +21,7 @@ from rsi_jax.kernels.attention import chunked, reference
 IMPLEMENTATIONS = {"reference": reference.attention, "chunked": chunked.attention}
 DEFAULTS = {"cpu": "chunked", "gpu": "chunked", "cuda": "chunked", "tpu": "chunked"}  # platform: implementation
 FEW = 32  # queries that score the whole cache at once: faster on a decode step than the loop over blocks
+CACHE_BLOCK = 512  # keys of a block for more of them; a chunk of a prompt has few query blocks, so long key blocks win
 
 
 class Ranges(NamedTuple):
@@ -108,7 +110,8 @@ def decode_attention(
     ranges: [B, O] per query, in cache indices. The rest is as in `attention`.
     """
     _check(q_BOHC, k_BJSC, v_BJSC, ranges)
-    attend = reference.attention if q_BOHC.shape[1] <= FEW else chunked.attention
+    few = q_BOHC.shape[1] <= FEW
+    attend = reference.attention if few else functools.partial(chunked.attention, key_block=CACHE_BLOCK)
     out, lse = attend(q_BOHC, k_BJSC, v_BJSC, ranges, scale=scale, soft_cap=soft_cap)
     return (out, lse) if return_lse else out
 
