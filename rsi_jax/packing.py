@@ -9,6 +9,7 @@ query say who sees whom, in indices of the row's keys: the trunk's P, then the b
     padding                      nothing
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -186,7 +187,7 @@ def forward(plan: Plan, rollout: base.Rollout, credit: base.Credit, weight_BT: j
     Where there is no rollout stands one without a token, a view or a weight, whose row is beyond the batch.
     """
     used_C, B = plan.member_MC[m] >= 0, rollout.tokens_BT.shape[0]
-    part, (credit, weight_CT) = take(rollout, (credit, weight_BT), jnp.maximum(plan.member_MC[m], 0))
+    part, credit, weight_CT = take((rollout, credit, weight_BT), jnp.maximum(plan.member_MC[m], 0), B)
     layout = base.Layout(
         plan.row_MC[m], plan.start_MC[m], plan.at_MK[m], rows=plan.rows, trunk=plan.trunk, branch=plan.branch
     )
@@ -231,23 +232,39 @@ def strided(micro: int, chain_rows: int, rollout: base.Rollout, credit: base.Cre
     return part, count
 
 
-def rows_of(tree, rows, total: int):
-    """Takes rollouts `rows` of a batch of `total`, with their views; scalars are left as they are."""
+def take(tree, rows, total: int):
+    """Takes rollouts `rows` of a batch of `total`: their columns, and their views, which count the rollouts anew.
 
-    def take(x):
+    tree: any columns whose leading axis is of rollouts, or of as many of each; scalars are left as they are.
+    """
+
+    def cut(x):
         if np.ndim(x) == 0:
             return x
         per = x.shape[0] // total
         return x.reshape(total, per, *x.shape[1:])[rows].reshape(len(rows) * per, *x.shape[1:])
 
-    return jax.tree.map(take, tree)
+    def one(x):
+        if not is_views(x):
+            return cut(x)
+        per = x.rollout_K.shape[0] // total
+        return jax.tree.map(cut, x).replace(rollout_K=np.repeat(np.arange(len(rows), dtype=np.int32), per))
+
+    return jax.tree.map(one, tree, is_leaf=is_views)
 
 
-def take(rollout: base.Rollout, columns, rows):
-    """Cuts a batch to some of its rollouts, with their views and other columns of theirs (such as the credit)."""
-    part, columns = rows_of((rollout, columns), rows, rollout.tokens_BT.shape[0])
-    if part.views is not None:
-        per = part.views.rollout_K.shape[0] // len(rows)
-        local_K = np.repeat(np.arange(len(rows), dtype=np.int32), per)
-        part = part.replace(views=part.views.replace(rollout_K=local_K))
-    return part, columns
+def is_views(x: object) -> bool:
+    """Whether a leaf of a tree is a table of views."""
+    return isinstance(x, base.Views)
+
+
+def in_parts(function: Callable[[Any], Any], tree, total: int, most: int):
+    """Applies a function of columns to at most `most` of `total` rollouts at a time; its columns, joined on the host.
+
+    most: 0 = all at once.
+    """
+    if not most or most >= total:
+        return jax.device_get(function(tree))
+    parts = np.array_split(np.arange(total), -(-total // most))
+    found = [jax.device_get(function(take(tree, rows, total))) for rows in parts]
+    return jax.tree.map(lambda *x: np.concatenate(x), *found)

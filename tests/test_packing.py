@@ -233,3 +233,17 @@ def test_positions_begin_anew_and_padding_sees_nothing():
         np.testing.assert_array_equal(rows.ranges.hi2[0, mine], place + np.arange(n) + 1)
         place += n
     assert place < ROW and not rows.ranges.hi2[0, place:].any()
+
+
+def test_columns_scored_a_few_rollouts_at_a_time_are_those_of_all():
+    rollout = jax.tree.map(np.asarray, draw(6))
+    names = ("policy_logp_BT", "view_logp_KU")
+
+    def score(part):
+        scored = annotate.annotate(PARAMS, part, config=CONFIG, columns=names, span=U)
+        return {name: getattr(scored, name) for name in names}
+
+    whole = packing.in_parts(score, rollout, B, 0)
+    for most in (1, 2, B):
+        tiny.assert_close(packing.in_parts(score, rollout, B, most), whole, atol=1e-5)
+    assert np.count_nonzero(whole["view_logp_KU"]) == scored(rollout).sum()

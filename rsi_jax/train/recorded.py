@@ -166,16 +166,14 @@ def score(
     columns = tuple(dict.fromkeys(("view_logp_KU", *(name for name in needs if name != "views"))))
     span = packing.power_of_two(max(turn.length for turn in turns))
     how = dict(config=model, temperature=config.sample.temperature, chunk=config.compute.chunk)
-    parts, entropies, count = [], [], config.rl.micro_batch or 8
-    for rows in np.array_split(np.arange(len(transcripts)), -(-len(transcripts) // count)):
-        part, _ = packing.take(rollout, None, rows)
+
+    def read(part):
         logp_BT, entropy_BT = annotate.score_rollout(params, part, **how)
         part = part.replace(logp_BT=logp_BT)
-        part = annotate.annotate(params, part, columns=columns, span=span, ref=params, **how)
-        parts.append(jax.device_get(part))
-        entropies.append(np.asarray(entropy_BT))
-    whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)
-    rollout_K = np.repeat(np.arange(len(transcripts), dtype=np.int32), writing.per_rollout)
-    whole = whole.replace(views=whole.views.replace(rollout_K=rollout_K))
+        scored = annotate.annotate(params, part, columns=columns, span=span, ref=params, **how)
+        return {name: getattr(scored, name) for name in ("logp_BT", *columns)}, entropy_BT
+
+    found, entropy_BT = packing.in_parts(read, rollout, len(transcripts), config.rl.micro_batch or 8)
+    whole = rollout.replace(**found)
     credit = jax.device_get(jax.jit(credit_fn)(whole))
-    return samples.Batch(0, whole, credit, transcripts, written), np.concatenate(entropies)
+    return samples.Batch(0, whole, credit, transcripts, written), entropy_BT

@@ -62,7 +62,8 @@ def minibatches(rollout: base.Rollout, credit: base.Credit, config, step: int, c
             continue
         order = np.random.default_rng([config.seed, step, epoch]).permutation(B // chain_rows)
         for some in np.split(order, parts):
-            part, scores = packing.take(rollout, credit, rows := chains.rows_of(np.sort(some), chain_rows))
+            rows = chains.rows_of(np.sort(some), chain_rows)
+            part, scores = packing.take((rollout, credit), rows, B)
             ids = {  # in [0, rows)
                 name: np.unique(np.asarray(getattr(part, name)), return_inverse=True)[1].astype(np.int32)
                 for name in ("group_B", "chain_B")
@@ -165,19 +166,29 @@ class Trainer:
         return self._annotate(state, rollout, columns, readings)
 
     def _annotate(self, state: base.TrainState, rollout: base.Rollout, columns: list[str], readings=None):
-        return annotate.annotate(
-            state.params,
-            rollout,
-            config=self.parts.model,
-            columns=tuple(columns),
-            ref=state.ref,
-            teacher=state.teacher,
-            readings=readings,
-            outcome_model=state.aux.get("outcome_model"),
-            temperature=self.objective.temperature,
-            chunk=self.objective.chunk,
-            span=self.objective.span,
-        )
+        def score(part):
+            scored = annotate.annotate(
+                state.params,
+                part[0],
+                config=self.parts.model,
+                columns=tuple(columns),
+                ref=state.ref,
+                teacher=state.teacher,
+                readings=part[1],
+                outcome_model=state.aux.get("outcome_model"),
+                temperature=self.objective.temperature,
+                chunk=self.objective.chunk,
+                span=self.objective.span,
+            )
+            return {name: getattr(scored, name) for name in columns}
+
+        return rollout.replace(**self._in_parts(score, (rollout, readings)))
+
+    def _in_parts(self, score, tree):
+        """Scores as many rollouts at a time as a forward of the update reads."""
+        B, T = jax.tree.leaves(tree)[0].shape
+        row = self.config.rl.row_tokens
+        return packing.in_parts(score, tree, B, max(1, row // T) if row else self.config.rl.micro_batch)
 
     def shape(self, rollout: base.Rollout) -> base.Rollout:
         """Takes the KL to the reference and DAPO's soft length penalty off the rewards, where they are on."""
@@ -199,7 +210,7 @@ class Trainer:
         with self.run.ledger.phase("archive"):
             self.archive.truncate(at - 1)  # what a killed run did beyond its last checkpoint is done again
             few = np.arange(min(knobs.rollouts * self.rows, len(transcripts)))
-            columns = store.columns_of(packing.rows_of(rollout, few, len(transcripts)))
+            columns = store.columns_of(packing.take(rollout, few, len(transcripts)))
             texts = [dataclasses.asdict(transcripts[row]) for row in few]
             texts = [metrics.jsonable(text | {"tokens": len(text["tokens"])}) for text in texts]
             self.archive.append(at, columns, texts)
@@ -211,7 +222,7 @@ class Trainer:
             return
         with self.run.ledger.phase("report"):
             rows = samples.telling(batch, count)
-            rollout, credit = jax.device_get(packing.take(batch.rollout, batch.credit, rows))
+            rollout, credit = jax.device_get(packing.take((batch.rollout, batch.credit), rows, len(batch.transcripts)))
             if rollout.views is not None:
                 rollout = self._annotate(state, rollout, ["view_logp_KU"])
             batch = dataclasses.replace(batch, rollout=rollout, credit=credit)
@@ -278,7 +289,7 @@ class Trainer:
         with ledger.phase("annotate"):
             rollout = self.maker.tell(state, rollout, transcripts)
             readings = self.maker.readings(rollout, transcripts, written, f"readings/{self.config.seed}/{step}")
-            self.run.ledger.add(hint=sum(map(views.extra_tokens, jax.tree.leaves(readings, is_leaf=_is_views))))
+            self.run.ledger.add(hint=sum(map(views.extra_tokens, jax.tree.leaves(readings, is_leaf=packing.is_views))))
             rollout = self.shape(self.annotate(state, rollout, readings))
             credit = self.credit(rollout)
             learned = self.maker.learn(state, rollout)
@@ -307,10 +318,9 @@ class Trainer:
 
         Raises: ParityError naming the worst difference and its place.
         """
-        logp_BT, _ = annotate.score_rollout(
-            params, rollout, config=self.parts.model,
-            temperature=self.objective.temperature, chunk=self.objective.chunk,
-        )  # fmt: skip
+        knobs = dict(temperature=self.objective.temperature, chunk=self.objective.chunk)
+        bound = functools.partial(annotate.score_rollout, params, config=self.parts.model, **knobs)
+        logp_BT, _ = self._in_parts(bound, rollout)
         gap_BT = np.abs(np.asarray(logp_BT) - np.asarray(rollout.logp_BT))
         worst = float(gap_BT.max())
         self.run.results["parity"] = worst
@@ -331,10 +341,6 @@ class Trainer:
             or (rl.max_minutes and minutes >= rl.max_minutes)
             or float(state.aux["success"]) >= rl.stop_at
         )
-
-
-def _is_views(x: object) -> bool:
-    return isinstance(x, base.Views)
 
 
 def _silent_groups(rollout: base.Rollout, rows: int) -> set[int]:
