@@ -183,6 +183,7 @@ def _credit():
             alpha=0.5,  # jsd mixture
             top_k=0,  # 0 = the whole vocabulary
             clip=0.0,  # nats per token, 0 = none
+            entry_clip=0.0,  # nats per word of a token's sum, 0 = none; not for 'sampled'
             temperature=1.0,
             **gate,
         )

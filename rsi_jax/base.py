@@ -215,6 +215,7 @@ class Divergence(flax.struct.PyTreeNode):
                  its scale stays constant over alpha and 1/2 is the Jensen-Shannon divergence.
     top_k        0 = exact over the vocabulary; k > 0 = union of the student's and the teacher's top k, plus a tail.
     clip         per-token ceiling in nats (0 = none).
+    entry_clip   bound of each word's part of a token's sum, in nats (0 = none); not for 'sampled'.
     is_clip      each token's term is multiplied by its importance weight π / μ, up to this (0 = not multiplied).
     temperature  of both distributions, > 0.
     """
@@ -223,6 +224,7 @@ class Divergence(flax.struct.PyTreeNode):
     alpha: float = flax.struct.field(pytree_node=False, default=0.5)
     top_k: int = flax.struct.field(pytree_node=False, default=0)
     clip: float = flax.struct.field(pytree_node=False, default=0.0)
+    entry_clip: float = flax.struct.field(pytree_node=False, default=0.0)
     is_clip: float = flax.struct.field(pytree_node=False, default=0.0)
     temperature: float = flax.struct.field(pytree_node=False, default=1.0)
 

@@ -60,13 +60,15 @@ def passes(batch, b, failed_only, success_return):
 
 
 def textual_feedback(
-    batch, *, inner, weight=1.0, divergence="forward_kl", alpha=0.5, top_k=0, clip=0.0, temperature=1.0,
+    batch, *, inner, weight=1.0, divergence="forward_kl", alpha=0.5, top_k=0, clip=0.0, entry_clip=0.0, temperature=1.0,
     failed_only=False, success_return=None,
 ):  # fmt: skip
     used = [n > 0 and passes(batch, b, failed_only, success_return) for b, _, n in spans(batch)]
     worth = batch.views["weight_K"] * batch.views["polarity_K"]
     views = [weight * w / sum(used) if use else 0.0 for w, use in zip(worth, used, strict=True)]
-    pull = base.Divergence(name=divergence, alpha=alpha, top_k=top_k, clip=clip, temperature=temperature)
+    pull = base.Divergence(
+        name=divergence, alpha=alpha, top_k=top_k, clip=clip, entry_clip=entry_clip, temperature=temperature
+    )
     return dataclasses.replace(inner(batch), views=np.array(views), divergence=pull)
 
 

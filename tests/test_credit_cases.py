@@ -376,6 +376,8 @@ def test_find_suggests_the_nearest_name(typo, meant):
         ("textual_feedback", {"inner": DR_GRPO, "divergence": "foward_kl"}, "did you mean 'forward_kl'"),
         ("textual_feedback", {"inner": DR_GRPO, "divergence": "jsd", "alpha": 1.0}, "alpha"),
         ("textual_feedback", {"inner": DR_GRPO, "temperature": 0.0}, "temperature"),
+        ("textual_feedback", {"inner": DR_GRPO, "entry_clip": -1.0}, "entry_clip"),
+        ("textual_feedback", {"inner": DR_GRPO, "divergence": "sampled", "entry_clip": 1.0}, "entry_clip"),
     ],
 )
 def test_misuse_names_the_field(name, knobs, says):

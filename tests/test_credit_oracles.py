@@ -59,7 +59,15 @@ SETTINGS: dict[str, list[dict]] = {
     "cocoa": [{}, {"edges": (-0.7, 0.1, 0.8), "clip": 2.0}],
     "textual_feedback": [
         {"inner": "grpo"},
-        {"inner": "gae", "failed_only": True, "weight": 0.3, "divergence": "jsd", "alpha": 0.2, "top_k": 9},
+        {
+            "inner": "gae",
+            "failed_only": True,
+            "weight": 0.3,
+            "divergence": "jsd",
+            "alpha": 0.2,
+            "top_k": 9,
+            "entry_clip": 0.5,
+        },
         {
             "inner": "rloo",
             "failed_only": True,

@@ -24,6 +24,7 @@ def textual_feedback(
     alpha: float = 0.5,
     top_k: int = 0,
     clip: float = 0.0,
+    entry_clip: float = 0.0,
     temperature: float = 1.0,
     failed_only: bool = False,
     success_return: float | None = None,
@@ -43,7 +44,7 @@ def textual_feedback(
       weight: scale of the term against the policy loss, >= 0.
       divergence: one of DIVERGENCES. forward_kl raises what the teacher says and the student never samples;
         reverse_kl and sampled mostly suppress what the student samples.
-      alpha, top_k, clip, temperature: of base.Divergence.
+      alpha, top_k, clip, entry_clip, temperature: of base.Divergence.
       failed_only: use only views of rollouts that failed: whose return is below success_return.
       success_return: in units of the return; None = the best return of its group (then a group in which all
         failed alike has no failed rollout: give a number to teach there).
@@ -55,7 +56,10 @@ def textual_feedback(
       long span pulls no harder than a short one.
     """
     views = _check(rollout)
-    _check_divergence(divergence, alpha, top_k, clip, temperature)
+    pull = base.Divergence(
+        name=divergence, alpha=alpha, top_k=top_k, clip=clip, entry_clip=entry_clip, temperature=temperature
+    )
+    _check_divergence(pull)
     credit = inner(rollout)
     if credit.view_weight_K is not None:
         raise ValueError("textual_feedback wraps a credit function that uses views itself: give it another inner")
@@ -64,7 +68,7 @@ def textual_feedback(
     view_weight_K = weight * masked.zero(views.weight_K * views.polarity_K, used_K) / n
     return credit.replace(
         view_weight_K=jax.lax.stop_gradient(view_weight_K.astype(jnp.float32)),
-        divergence=base.Divergence(name=divergence, alpha=alpha, top_k=top_k, clip=clip, temperature=temperature),
+        divergence=pull,
         metrics={**credit.metrics, **_view_metrics(rollout, views, used_K)},
     )
 
@@ -168,17 +172,22 @@ def _check(rollout: base.Rollout) -> base.Views:
     return views
 
 
-def _check_divergence(name: str, alpha: float, top_k: int, clip: float, temperature: float) -> None:
+def _check_divergence(d: base.Divergence) -> None:
     where = "credit.textual_feedback"
-    if name not in DIVERGENCES:
-        mend = base.did_you_mean(name, DIVERGENCES)
-        raise base.InputError(f"{where}.divergence '{name}' is none of {', '.join(DIVERGENCES)}{mend}")
-    if name == "jsd" and not 0 < alpha < 1:
-        raise base.InputError(f"{where}.alpha must be in (0, 1), got {alpha}; its limits are forward_kl and reverse_kl")
-    if top_k < 0 or clip < 0 or not temperature > 0:
+    if d.name not in DIVERGENCES:
+        mend = base.did_you_mean(d.name, DIVERGENCES)
+        raise base.InputError(f"{where}.divergence '{d.name}' is none of {', '.join(DIVERGENCES)}{mend}")
+    if d.name == "jsd" and not 0 < d.alpha < 1:
         raise base.InputError(
-            f"{where}: top_k and clip must be >= 0 and temperature > 0, got {top_k}, {clip} and {temperature}"
+            f"{where}.alpha must be in (0, 1), got {d.alpha}; its limits are forward_kl and reverse_kl"
         )
+    if min(d.top_k, d.clip, d.entry_clip) < 0 or not d.temperature > 0:
+        raise base.InputError(
+            f"{where}: top_k, clip and entry_clip must be >= 0 and temperature > 0, got {d.top_k}, {d.clip}, "
+            f"{d.entry_clip} and {d.temperature}"
+        )
+    if d.name == "sampled" and d.entry_clip:
+        raise base.InputError(f"{where}.entry_clip={d.entry_clip} bounds words of a sum, and 'sampled' has none: set 0")
 
 
 def _present(views: base.Views) -> jax.Array:

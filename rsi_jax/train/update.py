@@ -166,6 +166,7 @@ def feedback_loss(
         alpha=d.alpha,
         top_k=d.top_k,
         clip=d.clip,
+        entry_clip=d.entry_clip,
         temperature=d.temperature,
         soft_cap=config.logit_soft_cap,
         chunk=o.chunk,
