@@ -230,20 +230,7 @@ def gradients(
     B = rollout.tokens_BT.shape[0]
     hinted = credit.view_weight_K is not None and rollout.views is not None
     credit = credit.replace(metrics={})
-
-    def one(rollout, credit, weight_BT) -> tuple[Any, ...]:
-        hidden_RPD, pull, teacher_KUD = _read(params, teacher, config, rollout, hinted, o)
-        terms: list[Callable[..., Any]] = [lambda p, h: outcome_loss(p, config, h, rollout, credit, weight_BT, o)]
-        if hinted:
-            terms.append(lambda p, h: feedback_loss(p, teacher, config, h, teacher_KUD, rollout, credit, o))
-        grads, found = [], []
-        for term in terms:  # each differentiated alone down to the states: one vjp over both pays for zero cotangents
-            (loss, aux), (direct, states_RPD) = jax.value_and_grad(term, (0, 1), has_aux=True)(params, hidden_RPD)
-            grads.append(jax.tree.map(jnp.add, direct, pull(states_RPD)[0]))
-            found.append((loss, aux))
-        sums, ratios, row_B = found[0][1]
-        return grads, sums, ratios, row_B, found[1][1] | {"feedback_loss": found[1][0]} if hinted else {}
-
+    one = functools.partial(_of_forward, params, teacher, config, hinted, o)
     rollout, weight_BT, corrected = correct(rollout, token_weights(rollout, o), o)
     if plan is not None:
         part, count = functools.partial(packing.forward, plan, rollout, credit, weight_BT), plan.used
@@ -265,6 +252,24 @@ def gradients(
     total: tuple[Any, ...] = (grads, sums, ratios, jnp.zeros(B), view_sums)
     total = jax.lax.fori_loop(0, count, step, total)
     return total[0], total[1] | corrected, *total[2:]
+
+
+def _of_forward(params, teacher, config, hinted: bool, o: Objective, rollout, credit, weight_BT) -> tuple[Any, ...]:
+    """The gradients and sums of one forward: as `gradients`, of its rollouts."""
+    hidden_RPD, pull, teacher_KUD = _read(params, teacher, config, rollout, hinted, o)
+    terms: list[Callable[..., Any]] = [lambda p, h: outcome_loss(p, config, h, rollout, credit, weight_BT, o)]
+    if hinted:
+        terms.append(lambda p, h: feedback_loss(p, teacher, config, h, teacher_KUD, rollout, credit, o))
+    found, direct, states = [], [], []
+    for term in terms:  # each differentiated alone down to the states: one vjp over both pays for zero cotangents
+        value, (on_params, on_states) = jax.value_and_grad(term, (0, 1), has_aux=True)(params, hidden_RPD)
+        found.append(value)
+        direct.append(on_params)
+        states.append(on_states)
+    through = jax.vmap(lambda x: pull(x)[0])(jnp.stack(states))  # in one pass: what layers recompute is shared
+    grads = [jax.tree.map(lambda x, y, i=i: x + y[i], direct[i], through) for i in range(len(terms))]
+    sums, ratios, row_B = found[0][1]
+    return grads, sums, ratios, row_B, found[1][1] | {"feedback_loss": found[1][0]} if hinted else {}
 
 
 def _read(params, teacher, config, rollout: base.Rollout, hinted: bool, o: Objective):
