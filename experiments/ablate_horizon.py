@@ -55,10 +55,13 @@ WHOLE = Shape()
 QUICK = Shape(("lm.updates=60",), rl_minutes=0.5, sft_share=0.25)
 
 
-def warm_up(horizon: int, seed: int, shape: Shape) -> sweep.Unit:
-    """The warm-up that all arms of a seed start from."""
-    overrides = (*SIZES[horizon].overrides(horizon), *shape.overrides, "stages=('lm',)")
-    return sweep.Unit(f"warm_up/{horizon}/{seed}", horizon_arms.CONFIG, overrides, seed, minutes=2)
+def warm_up(arm: str, horizon: int, seed: int, shape: Shape) -> sweep.Unit:
+    """The warm-up that an arm starts from, that of a seed for all arms that can share it."""
+    own = ARMS[arm].warm_up
+    overrides = (*SIZES[horizon].overrides(horizon), *shape.overrides, "stages=('lm',)", *own)
+    return sweep.Unit(
+        f"warm_up{f'_{arm}' if own else ''}/{horizon}/{seed}", horizon_arms.CONFIG, overrides, seed, minutes=2
+    )
 
 
 def unit(
@@ -73,15 +76,18 @@ def unit(
         "evaluation.every=0",
         f"evaluation.final_episodes={EPISODES}",
     ]
-    if arm.sft:
+    after = None if arm.sft else warm_up(name, horizon, seed, shape)
+    if after is None:  # the warm-up alone, a longer one
         overrides.append(f"lm.updates={round(size.sft * shape.sft_share)}")
     else:
         overrides += ["rl.updates=100000", "rl.schedule=constant", f"rl.max_minutes={rl_minutes}"]
-        overrides.append(f"init_from={asked.place(warm_up(horizon, seed, shape))}")
+        overrides.append(f"init_from={asked.place(after)}")
     knobs = arm.trials[trial]
     fields = {"arm": name, "horizon": horizon, "knobs": list(knobs), "trial": trial}
     label = f"{name}/{horizon}/{seed}" + (f"/trial {trial}" if tried else "")
-    return sweep.Unit(label, horizon_arms.CONFIG, (*overrides, *arm.overrides, *knobs), seed, fields, size.minutes)
+    return sweep.Unit(
+        label, horizon_arms.CONFIG, (*overrides, *arm.overrides, *knobs), seed, fields, size.minutes, after
+    )
 
 
 def best_trials(rows: Sequence[Mapping]) -> dict[str, int]:
@@ -92,18 +98,6 @@ def best_trials(rows: Sequence[Mapping]) -> dict[str, int]:
         if len([row for row in rows if row["arm"] == name]) == len(arm.trials) and mine:
             best[name] = max(mine, key=lambda trial: (mine[trial]["success"], -mine[trial]["invalid"]))
     return best
-
-
-def warmed(asked: sweep.Sweep, units: Sequence[sweep.Unit], shape: Shape) -> list[str]:
-    """Runs the warm-ups of units, then the units; returns what failed."""
-    pairs = dict.fromkeys((u.fields["horizon"], u.seed) for u in units if not ARMS[u.fields["arm"]].sft)
-    done = {row["digest"] for row in sweep.rows_of(asked.results, units)}
-    wanted = {(u.fields["horizon"], u.seed) for u in units if u.digest not in done}
-    first = [warm_up(*pair, shape) for pair in pairs if pair in wanted]
-    beside = dataclasses.replace(
-        asked, results=asked.folder / "warm_ups.jsonl", read=lambda _, folder: sweep.printed(folder)
-    )
-    return sweep.run(beside, first) or sweep.run(asked, units)
 
 
 def show_claims(judged: Sequence[Mapping] = ()) -> None:
@@ -149,7 +143,7 @@ def main(_) -> None:
             for name in names
         ]
         if _TRIALS.value:
-            failed += warmed(trials, tried, shape)
+            failed += sweep.run(trials, tried)
     best = best_trials(sweep.rows_of(trials.results, tried))
     wanted = {(name, horizon): horizon_arms.seeds_of(name, horizon) for horizon in horizons for name in names}
     if _QUICK.value or _SEEDS.value:
@@ -160,11 +154,12 @@ def main(_) -> None:
         for (name, horizon), seeds in wanted.items()
         if seed in seeds
     ]
-    failed += warmed(asked, units, shape)
+    failed += sweep.run(asked, units)
     runs = sweep.rows_of(asked.results, units)
     rows, equal = horizon_rows.summarise(runs)
     figure = pathlib.Path(_FIGURE.value or asked.results.with_suffix(".svg"))
-    horizon_figure.draw(rows, figure)
+    if rows:
+        horizon_figure.draw(rows, figure)
     horizon_rows.show(rows, equal, [name for name in names if name not in best])
     claims = horizon_arms.judge(rows)
     show_claims(claims)

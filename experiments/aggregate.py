@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
 SAMPLES = 5000  # of the bootstrap
@@ -21,27 +22,27 @@ class Point:
     success: float
 
 
-def iqm(values: Sequence[float]) -> float:
+def iqm(values: npt.ArrayLike, axis: int = -1) -> np.ndarray:
     """Interquartile mean: that of the middle half, a quarter of the values (rounded down) left out at either end.
 
     Of three seeds it is the mean, of five the mean of the middle three.
     """
-    return float(stats.trim_mean(np.asarray(values, np.float64), 0.25))
+    return stats.trim_mean(np.asarray(values, np.float64), 0.25, axis=axis)
 
 
 def interval(
-    strata: Sequence[Sequence[float]], statistic: Callable[[Sequence[float]], float] = iqm, *, seed: int = 0
+    strata: Sequence[Sequence[float]], statistic: Callable[..., np.ndarray] = iqm, *, seed: int = 0
 ) -> tuple[float, float, float]:
     """The statistic over all values, and its 95% interval by a bootstrap within each stratum (task).
 
-    Returns: (value, low, high), percentiles of SAMPLES resamples. With as few as 2 or 3 seeds the interval is too narrow; with 1 it has no width.
+    Returns: (value, low, high), percentiles of SAMPLES resamples. With as few as 2 or 3 seeds the interval is too
+      narrow; with 1 it has no width.
     """
     rng = np.random.default_rng(seed)
     parts = [np.asarray(values, np.float64) for values in strata]
     drawn = [part[rng.integers(0, len(part), (SAMPLES, len(part)))] for part in parts]
-    found = [statistic(row) for row in np.concatenate(drawn, axis=1)]
-    low, high = np.quantile(found, (0.025, 0.975))
-    return statistic(np.concatenate(parts)), float(low), float(high)
+    low, high = np.quantile(statistic(np.concatenate(drawn, axis=1), axis=1), (0.025, 0.975))
+    return float(statistic(np.concatenate(parts), axis=0)), float(low), float(high)
 
 
 def smooth(successes: Sequence[float], window: int) -> list[float]:

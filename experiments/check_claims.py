@@ -37,7 +37,7 @@ Made by `python -m experiments.check_claims --write` from results/claims.jsonl; 
 its script; `--only=<beginning of a name>` keeps to some. A claim holds when its number, with its 95% interval where it
 has one, lies within the tolerance; claims and tolerances were written before the run (experiments/claims.py).
 
-How an experiment becomes a row: it declares its claims, their source, tolerance, arms, seeds and budgets before it runs;
+How an experiment becomes a row: before it runs it declares its claims, their source, tolerance, arms, seeds, budgets;
 its rows are kept under results/; interquartile means and bootstrap intervals come from experiments/aggregate.py.
 
 | claim | script | config | number | tolerance | holds | hardware | commit | date |
@@ -63,10 +63,10 @@ def measure(command: str, minutes: float) -> tuple[Mapping[str, Any], str]:
         done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=2 * 60 * minutes)
     except subprocess.TimeoutExpired:
         return {}, f"not done in {2 * minutes:g} minutes"
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
+    if done.returncode:
         return {}, f"exit code {done.returncode}"
-    return json.loads(lines[-1]), ""
+    last = done.stdout.strip().rpartition("\n")[2]
+    return (json.loads(last), "") if last.startswith("{") else ({}, "no JSON line")
 
 
 def hardware() -> str:

@@ -82,7 +82,7 @@ def _fidelity() -> tuple[Claim, ...]:
             name=f"credit_fidelity/{i:02d}",
             text=f"{claim.text}: {left} {'=' if claim.equal else '>'} {right}",
             source="experiments/fidelity_claims.py",
-            command="experiments.credit_fidelity --quick --figure=",
+            command="experiments.credit_fidelity --quick --figure= --results=runs/check_claims/credit_fidelity.jsonl",
             read=functools.partial(read, left=left, right=right),
             low=-1e-5 if claim.equal else tiny,
             high=1e-5 if claim.equal else math.inf,

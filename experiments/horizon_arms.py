@@ -16,13 +16,15 @@ TARGET, WINDOW = 0.9, 5  # solved: mean success of the last WINDOW batches (64 e
 class Arm:
     """One arm. trials: three sets of overrides; the best at TRIAL_HORIZON, on a seed of its own, is used throughout.
 
-    sft: no RL: its warm-up goes on for as long as an RL run may take.
+    sft: no RL: its warm-up goes on for as long as an RL run may take. warm_up: overrides of the warm-up that it starts
+    from, where it cannot share that of the others.
     """
 
     label: str
     overrides: tuple[str, ...]
     trials: tuple[tuple[str, ...], ...]
     sft: bool = False
+    warm_up: tuple[str, ...] = ()
 
 
 def _rates(*rates: str) -> tuple[tuple[str, ...], ...]:
@@ -30,6 +32,7 @@ def _rates(*rates: str) -> tuple[tuple[str, ...], ...]:
 
 
 _DIVERGENCES = tuple((f"credit.textual_feedback.divergence={name}",) for name in ("forward_kl", "reverse_kl", "jsd"))
+_CRITIC = ("credit.name=turn_gae",)  # a model with a value head from the start
 _HIGH = _rates("4e-3", "1e-3", "2e-3")
 _LOW = _rates("1e-3", "2.5e-4", "4e-3")  # without the feedback's steady gradient 4e-3 drifts (LOG.md, 2026-11-30)
 
@@ -38,7 +41,7 @@ ARMS = {
     "grpo": Arm("GRPO, terminal reward", ("credit.name=grpo",), _LOW),
     "irrelevant": Arm("irrelevant hint", ("feedback.hint=irrelevant",), _DIVERGENCES),
     "locator_penalty": Arm("penalty at located turns", ("credit.name=locator_penalty",), _HIGH),
-    "turn_ppo": Arm("turn-level PPO", ("credit.name=turn_gae", "rl.minibatches=4"), _LOW),
+    "turn_ppo": Arm("turn-level PPO", (*_CRITIC, "rl.minibatches=4"), _LOW, warm_up=_CRITIC),
     "vineppo": Arm(
         "VinePPO, K = 3", ("credit.name=vineppo", "columns.continuations=3", "columns.every=8"), _LOW
     ),

@@ -79,7 +79,9 @@ def row_of(runs: Sequence[Mapping[str, Any]], tokens: int | None) -> dict[str, A
         return sum(values) / len(values) if values else None
 
     def to_target(spent, reached: str) -> float | None:
-        return aggregate.iqm([run[reached] if run[reached] is not None else spent(run) for run in rl]) if rl else None
+
+        values = [run[reached] if run[reached] is not None else spent(run) for run in rl]
+        return float(aggregate.iqm(values)) if values else None
 
     return {
         "arm": runs[0]["arm"],

@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
@@ -30,19 +31,11 @@ class Child:
     """
 
     def __init__(self, argv: Sequence[str], cores: Sequence[int], *, out: pathlib.Path, log: pathlib.Path):
-        libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
-
-        def before_exec() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died in between
-                os._exit(1)
-            os.sched_setaffinity(0, cores)
-
+        # This file run as a program, not preexec_fn: that forks, and a process with threads (jax) must not fork.
+        leash = [sys.executable, "-IS", __file__, str(os.getpid()), ",".join(map(str, cores)), *argv]
         environ = os.environ | dict.fromkeys(THREADS, str(len(cores)))
         with out.open("wb") as stdout, log.open("ab") as stderr:
-            self._process = subprocess.Popen(
-                argv, stdout=stdout, stderr=stderr, env=environ, preexec_fn=before_exec, start_new_session=True
-            )
+            self._process = subprocess.Popen(leash, stdout=stdout, stderr=stderr, env=environ, start_new_session=True)
         self.pid, self._began = self._process.pid, time.monotonic()
 
     @property
@@ -88,3 +81,16 @@ def _field(file: pathlib.Path, name: str) -> float:
         return 0.0
     found = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name}:")]
     return int(found[0]) * 1024 / GIB if found else 0.0
+
+
+def _become(parent: int, cores: Sequence[int], argv: Sequence[str]) -> None:
+    """Becomes a command that is bound to its parent's life and to cores."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died in between
+        os._exit(1)
+    os.sched_setaffinity(0, cores)
+    os.execvp(argv[0], argv)
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), [int(core) for core in sys.argv[2].split(",")], sys.argv[3:])

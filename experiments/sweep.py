@@ -25,7 +25,8 @@ PATIENCE = 120.0  # seconds in which a run that is asked to stop must have saved
 class Unit:
     """One run. fields: of its row, besides those of every row. minutes: it may take, for the time left; 0 = not said.
 
-    late: more overrides, asked for when it starts, since they depend on the rows of others; the digest holds none.
+    after: the warm-up that it starts from. late: more overrides, asked for when it starts, since they depend on the
+    rows of others; the digest holds none of them.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Unit:
     seed: int
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     minutes: float = 0.0
+    after: "Unit | None" = None
     late: Callable[[], Sequence[str]] = tuple
 
     @functools.cached_property
@@ -155,21 +157,21 @@ def _alone(folder: pathlib.Path) -> Iterator[None]:
 class Runner:
     """A sweep while it runs."""
 
-    def __init__(self, sweep: Sweep, units: Sequence[Unit]):
+    def __init__(self, sweep: Sweep, units: Sequence[Unit], done: int = 0):
         finished = {row.get("digest") for row in cli.read_rows(sweep.results)}
         cores = sorted(os.sched_getaffinity(0))
-        self.sweep, self.units = sweep, units
         self.waiting = [unit for unit in units if unit.digest not in finished]
+        self.sweep, self.total, self.done = sweep, done + len(units), done + len(units) - len(self.waiting)
         self.free = [cores[i * sweep.cores : (i + 1) * sweep.cores] for i in range(sweep.jobs)]
         self.running: dict[Unit, tuple[processes.Child, list[int]]] = {}
         self.tries = dict.fromkeys(units, 0)
         self.failed: list[str] = []
-        self.need = max([sweep.unit_gib, *(row.get("peak_gib", 0.0) for row in rows_of(sweep.results, units))])
+        self.need = max([sweep.unit_gib, *(row.get("peak_gib", 0.0) for row in cli.read_rows(sweep.results))])
         self.spent: list[tuple[float, float]] = []  # (seconds, minutes said) of each run that ended here
 
     def run(self) -> None:
         """Runs what has no row yet. Raises: base.InputError as soon as a run says that its input is bad."""
-        with board.Board(len(self.units)) as shown:
+        with board.Board(self.total) as shown:
             try:
                 while self.waiting or self.running:
                     while self.waiting and self.free and self.fits():
@@ -183,8 +185,7 @@ class Runner:
                         (unit.name, child.seconds, board.last_success(self.sweep.place(unit)))
                         for unit, (child, _) in self.running.items()
                     ]
-                    done = len(self.units) - len(self.waiting) - len(self.running) - len(self.failed)
-                    shown.show(done, looks, self.left())
+                    shown.show(self.done, looks, self.left())
                     time.sleep(self.sweep.poll)
             finally:
                 for child, _ in self.running.values():
@@ -237,6 +238,7 @@ class Runner:
                 self.failed.append(text)
                 shown.say(text)
             return
+        self.done += 1
         self.spent.append((ended.seconds, unit.minutes or 1.0))
         cost = {"wall_s": round(ended.seconds, 1), "peak_gib": round(ended.peak_gib, 3)}
         made = {"name": unit.name, "seed": unit.seed, "digest": unit.digest, "overrides": list(unit.overrides)}
@@ -258,12 +260,26 @@ class Runner:
 
 
 def run(sweep: Sweep, units: Sequence[Unit]) -> list[str]:
-    """Runs the units that have no row yet; returns what failed, a line each. Units of one digest are run once.
+    """Runs the units that have no row yet, their warm-ups first; returns what failed. Units of one digest run once.
 
-    Raises: base.InputError for bad input, in the sweep or said by a run.
+    Rows of warm-ups stay with the run folders, as these are what counts. Raises: base.InputError for bad input, in the
+    sweep or said by a run.
     """
-    unique = list({unit.digest: unit for unit in units}.values())
+    finished = {row.get("digest") for row in cli.read_rows(sweep.results)}
+    waiting = list({unit.digest: unit for unit in units if unit.digest not in finished}.values())
+    warm_ups = list({unit.after.digest: unit.after for unit in waiting if unit.after}.values())
+    beside = dataclasses.replace(
+        sweep, results=sweep.folder / "warm_ups.jsonl", read=lambda unit, folder: printed(folder)
+    )
     with _alone(sweep.folder):
-        runner = Runner(sweep, unique)
-        runner.run()
+        failed = _run(beside, warm_ups)
+        warm = {row["digest"] for row in rows_of(beside.results, warm_ups) if "diverged" not in row}
+        ready = [unit for unit in waiting if unit.after is None or unit.after.digest in warm]
+        failed += [f"{unit.name}: its warm-up failed" for unit in waiting if unit not in ready]
+        return failed + _run(sweep, ready, done=len(units) - len(waiting))
+
+
+def _run(sweep: Sweep, units: Sequence[Unit], done: int = 0) -> list[str]:
+    runner = Runner(sweep, units, done)
+    runner.run()
     return runner.failed

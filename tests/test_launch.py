@@ -89,6 +89,19 @@ def test_finished_units_are_skipped_by_digest_and_a_changed_one_is_not(tmp_path)
     assert [row["name"] for row in sweep.rows_of(tmp_path / "rows.jsonl", renamed)] == ["a", "b"]
 
 
+def test_warm_ups_run_first_and_only_for_what_is_not_done(tmp_path):
+    warm, sick = units("warm", "sick")
+    pairs = [("a", warm), ("b", sick), ("c", warm)]
+    made = [sweep.Unit(name, CONFIG, (), 7 + i, after=after) for i, (name, after) in enumerate(pairs)]
+    asked = make(tmp_path, {"sick": ["code=1"]})
+    assert sweep.run(asked, made) == ["b: its warm-up failed"]
+    assert [row["name"] for row in cli.read_rows(tmp_path / "rows.jsonl")] == ["a", "c"]
+    first = tmp_path / "runs" / "warm_ups.jsonl"
+    assert [row["name"] for row in cli.read_rows(first)] == ["warm", "sick"]
+    first.unlink()  # the run folders went the way of all run folders
+    assert sweep.run(asked, [made[0], made[2]]) == [] and not first.exists()
+
+
 def test_runs_have_cores_of_their_own(tmp_path):
     mine = sorted(os.sched_getaffinity(0))
     jobs = min(2, len(mine))
