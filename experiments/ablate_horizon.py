@@ -27,7 +27,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from experiments import cli, horizon_arms, horizon_rows, launch, sweep
+from experiments import claims, cli, horizon_arms, horizon_rows, launch, sweep
 from experiments.horizon_arms import ARMS, SIZES
 
 FLAGS = cli.Flags()
@@ -100,28 +100,6 @@ def best_trials(rows: Sequence[Mapping]) -> dict[str, int]:
     return best
 
 
-def show_claims(judged: Sequence[Mapping] = ()) -> None:
-    """Prints the claims: as they are declared before the run, or as they were held against it."""
-    from rsi_jax import metrics
-
-    found = {one["name"]: one for one in judged}
-    metrics.table(
-        "claims, written before the run",
-        ("claim", "source", "tolerance", "number", "holds"),
-        [
-            (
-                claim.text,
-                claim.source,
-                claim.tolerance,
-                one.get("number"),
-                {True: "yes", False: "NO"}.get(one.get("held")),
-            )
-            for claim in horizon_arms.CLAIMS
-            for one in [found.get(claim.name, {})]
-        ],
-    )
-
-
 def main(_) -> None:
     from experiments import horizon_figure
     from rsi_jax import metrics
@@ -136,7 +114,7 @@ def main(_) -> None:
     trials = dataclasses.replace(asked, results=asked.results.with_name(f"{label}_trials.jsonl"))
     failed, tried = [], []
     if not _QUICK.value:
-        show_claims()
+        claims.declare(horizon_arms.CLAIMS)
         tried = [
             unit(trials, name, horizon_arms.TRIAL_HORIZON, horizon_arms.TRIAL_SEED, trial, shape, tried=True)
             for trial in range(3)
@@ -161,11 +139,12 @@ def main(_) -> None:
     if rows:
         horizon_figure.draw(rows, figure)
     horizon_rows.show(rows, equal, [name for name in names if name not in best])
-    claims = horizon_arms.judge(rows)
-    show_claims(claims)
+    judged = horizon_arms.judge(rows)
+    if judged:
+        claims.declare([one for one in horizon_arms.CLAIMS if one.name in {j["name"] for j in judged}], judged)
     for line in failed:
         print("FAILED", line)
-    counts = {"equal_tokens": equal, "claims": claims, "failed": len(failed)}
+    counts = {"equal_tokens": equal, "claims": judged, "failed": len(failed)}
     metrics.finish({"rows": rows} | counts | {"results": str(asked.results), "figure": str(figure)})
 
 

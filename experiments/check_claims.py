@@ -99,21 +99,11 @@ def check(chosen: Sequence[claims.Claim]) -> list[dict[str, Any]]:
     return rows
 
 
-def number_of(row: Mapping[str, Any]) -> str:
-    """The number of a row, with its interval where it has one."""
-    from rsi_jax import metrics
-
-    if row.get("number") is None:
-        return row.get("fault") or "not measured"
-    number, low, high = (metrics.number(row[name]) for name in ("number", "low", "high"))
-    return number if low == high else f"{number} [{low}, {high}]"
-
-
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table of all claims, as Markdown; a claim may hold a | of its own."""
     lines = []
     for row in rows:
-        cells = [row["claim"], f"`{row['script']}`", row["config"], number_of(row), row.get("tolerance", "")]
+        cells = [row["claim"], f"`{row['script']}`", row["config"], claims.number_of(row), row.get("tolerance", "")]
         cells += ["yes" if row["held"] else "**no**", row["hardware"], row["commit"], row["date"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return HEAD + "".join(lines)
@@ -136,14 +126,11 @@ def keep(rows: Sequence[Mapping[str, Any]], file: pathlib.Path, page: pathlib.Pa
 def main(_) -> None:
     from rsi_jax import metrics
 
-    began = time.monotonic()
-    rows = check(select(_ONLY.value))
+    began, chosen = time.monotonic(), select(_ONLY.value)
+    rows = check(chosen)
     if _WRITE.value:
         keep(rows, pathlib.Path(_ROWS.value), pathlib.Path(_TABLE.value))
-    shown = [
-        ("holds" if row["held"] else "FAILED", row["claim"], number_of(row), row.get("tolerance", "")) for row in rows
-    ]
-    metrics.table("claims", ("", "claim", "number", "tolerance"), shown)
+    claims.declare(chosen, rows)
     failed = [row["name"] for row in rows if not row["held"]]
     wall_s = round(time.monotonic() - began, 1)
     counts = {"claims": len(rows), "held": len(rows) - len(failed), "failed": len(failed)}

@@ -7,7 +7,7 @@ from then on `experiments.check_claims` runs the quick form of each and keeps th
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments import fidelity_claims
@@ -21,9 +21,8 @@ class Claim:
     """One claim. It holds when the whole interval of the number lies within [low, high].
 
     text, source: what is claimed, and where the expectation comes from. command: of the quick form, after 'python -m'.
-    read: the number in its JSON line, None where the run did not measure it. expected: the number as known beforehand,
-    where there is one. arms, seeds, tokens, minutes: what the command compares, and its budgets (tokens sampled by
-    a policy in each run; 0 = no run samples any).
+    read: the number in its JSON line, None where the run did not measure it. arms: what is compared. seeds: of each.
+    minutes: budget of the command on an idle machine. budget: that of a run, where runs are limited, in words.
     """
 
     name: str
@@ -34,11 +33,10 @@ class Claim:
     low: float
     high: float
     minutes: float
-    expected: float | None = None
     config: str = "-"
     arms: tuple[str, ...] = ()
-    seeds: int = 0
-    tokens: int = 0
+    seeds: int = 1
+    budget: str = "-"
 
     @property
     def tolerance(self) -> str:
@@ -46,6 +44,29 @@ class Claim:
         if math.isinf(self.high):
             return f"above {self.low:g}"
         return f"below {self.high:g}" if math.isinf(self.low) else f"{self.low:g} to {self.high:g}"
+
+
+def declare(claims: Sequence[Claim], judged: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Prints claims as they stand before a run, and how they fared where `judge` has seen them."""
+    from rsi_jax import metrics
+
+    fared = {one["name"]: (number_of(one), "yes" if one["held"] else "FAILED") for one in judged}
+    head = ("claim", "source", "tolerance", "arms", "seeds", "budget of a run", "minutes", "number", "holds")
+    rows = [
+        (c.text, c.source, c.tolerance, ", ".join(c.arms), c.seeds, c.budget, c.minutes, *fared.get(c.name, ("-", "-")))
+        for c in claims
+    ]
+    metrics.table("claims, written before the run", head, rows)
+
+
+def number_of(row: Mapping[str, Any]) -> str:
+    """The number of a row, with its interval where it has one."""
+    from rsi_jax import metrics
+
+    if row.get("number") is None or math.isnan(row["number"]):
+        return row.get("fault") or "not measured"
+    number, low, high = (metrics.number(row[name]) for name in ("number", "low", "high"))
+    return number if low == high else f"{number} [{low}, {high}]"
 
 
 def judge(claim: Claim, line: Line) -> dict[str, Any]:

@@ -128,7 +128,9 @@ def _ratio(line: claims.Line) -> claims.Reading | None:
 def _claim(name: str, text: str, read, low: float, high: float) -> claims.Claim:
     """A claim of this experiment, expected of one seed by a prototype."""
     source = "a prototype on a smaller model, mostly one seed"
+    budget = "; ".join(f"L = {horizon}: {size.minutes:g} min" for horizon, size in SIZES.items())
     common = {
+        "budget": budget,
         "command": "experiments.ablate_horizon",
         "config": CONFIG,
         "minutes": 540,

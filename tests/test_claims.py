@@ -87,7 +87,7 @@ def test_a_command_is_run_once_and_its_failure_fails_its_claims(monkeypatch):
     monkeypatch.setattr(check_claims, "measure", measure)
     rows = check_claims.check([claim("a/1", 1, 2), claim("a/2", 2, 3), claim("b", 0, 9, "b")])
     assert asked == ["a", "b"] and [row["held"] for row in rows] == [True, False, False]
-    assert rows[2]["fault"] == "exit code 1" and check_claims.number_of(rows[2]) == "exit code 1"
+    assert rows[2]["fault"] == "exit code 1" and claims.number_of(rows[2]) == "exit code 1"
 
 
 def test_measure_reads_the_last_line_of_stdout_or_says_what_went_wrong(tmp_path, monkeypatch):
