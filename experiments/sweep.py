@@ -263,7 +263,7 @@ def run(sweep: Sweep, units: Sequence[Unit]) -> list[str]:
     """Runs the units that have no row yet, their warm-ups first; returns what failed. Units of one digest run once.
 
     Rows of warm-ups stay with the run folders, as these are what counts. Raises: base.InputError for bad input, in the
-    sweep or said by a run.
+    sweep or said by a run; train.Stopped after a signal, once the runs have ended.
     """
     finished = {row.get("digest") for row in cli.read_rows(sweep.results)}
     waiting = list({unit.digest: unit for unit in units if unit.digest not in finished}.values())
@@ -281,5 +281,10 @@ def run(sweep: Sweep, units: Sequence[Unit]) -> list[str]:
 
 def _run(sweep: Sweep, units: Sequence[Unit], done: int = 0) -> list[str]:
     runner = Runner(sweep, units, done)
-    runner.run()
+    try:
+        runner.run()
+    except KeyboardInterrupt as error:
+        from rsi_jax import train
+
+        raise train.Stopped("stopped, and its runs have saved; the same command continues") from error
     return runner.failed

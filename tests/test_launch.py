@@ -162,18 +162,21 @@ def test_a_torn_row_is_cut_off_and_no_other_is_lost(tmp_path):
     assert cli.read_rows(file) == [{"a": 1, "b": None}, {"a": 3}]
 
 
+# A sweep as a command: `run()` and then what the test does with it.
 SCRIPT = """
-import pathlib, sys
+import os, pathlib
 from tests import test_launch as t
-ways = {name: ["steps=6", "sleep=0.1"] for name in "abcd"}
-t.sweep.run(t.make(pathlib.Path(sys.argv[1]), ways, jobs=1), t.units(*"abcd"))
+def run(_=None):
+    ways = {name: ["steps=6", "sleep=0.1"] for name in "abcd"}
+    t.sweep.run(t.make(pathlib.Path(os.environ["FOLDER"]), ways, jobs=1), t.units(*"abcd"))
 """
 
 
 def test_the_launcher_may_be_killed_at_any_time(tmp_path):
     """kill -9 mid-sweep: the running unit dies with it; the rows are those of a sweep left alone."""
-    argv = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    begun = subprocess.Popen(argv, cwd=ROOT)
+    command = {"args": [sys.executable, "-c", SCRIPT + "run()"], "cwd": ROOT}
+    command["env"] = os.environ | {"FOLDER": str(tmp_path)}
+    begun = subprocess.Popen(**command)
     deadline = time.monotonic() + 60
     while not (tmp_path / "rows.jsonl").exists() or not list((tmp_path / "runs").glob("b-*/metrics.jsonl")):
         assert time.monotonic() < deadline and begun.poll() is None
@@ -186,7 +189,7 @@ def test_the_launcher_may_be_killed_at_any_time(tmp_path):
         time.sleep(0.02)
     (cut,) = (tmp_path / "runs").glob("b-*/metrics.jsonl")
     assert len(cut.read_text().splitlines()) < 6
-    subprocess.run(argv, cwd=ROOT, check=True)
+    subprocess.run(**command, check=True)
     calm = tmp_path / "calm"
     sweep.run(make(calm, {name: ["steps=6"] for name in "abcd"}), units(*"abcd"))
 
@@ -198,6 +201,20 @@ def test_the_launcher_may_be_killed_at_any_time(tmp_path):
         place.name[0]: len((place / "tries").read_text()) for place in (tmp_path / "runs").glob("?-*") if place.is_dir()
     }
     assert tries == {"a": 1, "b": 2, "c": 1, "d": 1}
+
+
+def test_a_signal_stops_the_runs_and_the_same_command_continues(tmp_path):
+    argv = [sys.executable, "-c", SCRIPT + "t.cli.run(run, t.cli.Flags())", f"--config={CONFIG}"]
+    environ = os.environ | {"FOLDER": str(tmp_path)}
+    begun = subprocess.Popen(argv, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "runs").glob("a-*/metrics.jsonl")):
+        assert time.monotonic() < deadline and begun.poll() is None
+        time.sleep(0.02)
+    begun.send_signal(signal.SIGTERM)
+    told = begun.communicate(timeout=60)[1]
+    assert begun.returncode == 0 and "its runs have saved; the same command continues" in told
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_two_launchers_do_not_share_a_folder(tmp_path):
