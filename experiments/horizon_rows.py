@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,13 @@ def curve_of(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
     return [Point(*three) for three in zip(tokens, seconds, success, strict=True)]
 
 
+def compile_s(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds that steps took beyond twice the median step: mostly compiling, which the first run of a shape pays."""
+    steps = [line["time/step"] for line in lines if line["stage"] == "rl"]
+    usual = statistics.median(steps) if steps else 0.0
+    return round(sum(step - usual for step in steps if step > 2 * usual), 1)
+
+
 def read(unit: sweep.Unit, folder: pathlib.Path) -> dict[str, Any] | None:
     """What a finished run measured; None when it did not come to its end (a signal stopped it, saved)."""
     if not (folder / "results.json").is_file():
@@ -41,6 +49,7 @@ def read(unit: sweep.Unit, folder: pathlib.Path) -> dict[str, Any] | None:
         "method_s": round(sum(seconds.get(phase, 0.0) for phase in METHOD), 1),
         "lm_s": round(seconds.get("warm up", 0.0) + seconds.get("read", 0.0), 1),
         "evaluate_s": round(seconds.get("evaluate", 0.0), 1),
+        "compile_s": compile_s(lines),
         "updates": len(curve),
         "curve": [[p.tokens, round(p.seconds, 1), round(p.success, 4)] for p in aggregate.thin(curve, POINTS)],
         "dropped": {name: count for name, count in ledger["dropped"].items() if count},

@@ -111,6 +111,7 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     lines = [{"stage": "lm", "step": 1}, {"stage": "eval", "step": 1}]
     for i, success in enumerate(successes):
         seconds = {"time/generate": 1.0 * i, "time/train": 2.0 * i, "time/evaluate": 100.0, "time/warm up": 50.0}
+        seconds["time/step"] = 9.0 if i == 0 else 3.0
         lines.append({"stage": "rl", "step": i, "train/success": success, "ledger/generated": 10 * i} | seconds)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ledger = {
@@ -124,6 +125,7 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     row = horizon_rows.read(unit, tmp_path)
     assert (row["tokens_to_0.9"], row["method_s_to_0.9"]) == (50, 15.0)  # five batches of 1.0, the sixth line
     assert (row["method_s"], row["lm_s"], row["evaluate_s"], row["updates"]) == (18.0, 50.0, 100.0, 7)
+    assert row["compile_s"] == 6.0
     assert row["curve"][-1] == [60, 18.0, 0.8] and row["dropped"] == {"b": 3}
 
 
