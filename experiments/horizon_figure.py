@@ -35,11 +35,11 @@ def draw(rows: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
     horizons = sorted({row["horizon"] for row in rows})
     for index, name in enumerate(ARMS):
         mine = [row for row in rows if row["arm"] == name]
-        shift = 1.0 + 0.012 * (index - len(ARMS) / 2)  # so that arms at the same place can be told apart
+        shift = 1.0 + 0.025 * (index - len(ARMS) / 2)  # so that arms at the same place can be told apart
         _to_target(left, [row for row in mine if row["tokens_to_0.9"] is not None], name, shift)
         _success(right, mine, name, shift)
     left.set_yscale("log")
-    left.set_title("sampled tokens to 0.9 success (hollow: not reached by every seed)", fontsize=9, loc="left")
+    left.set_title("sampled tokens to 0.9 success (hollow: a lower bound)", fontsize=9, loc="left")
     right.set_ylim(-0.03, 1.03)
     right.set_title("success after equal wall time (bars: 95% over seeds)", fontsize=9, loc="left")
     for axes in (left, right):
@@ -66,7 +66,7 @@ def _to_target(axes, mine: Sequence[Mapping[str, Any]], name: str, shift: float)
         axes.plot(x, y, marker=marker, markersize=6, color=colour, markerfacecolor=face, lw=0)
         if row["censored"]:
             style = {"arrowstyle": "-|>", "color": colour, "lw": 0.9, "shrinkA": 4}
-            axes.annotate("", (x, y * 1.25), (x, y), arrowprops=style)
+            axes.annotate("", (x, y * 1.4), (x, y), arrowprops=style)
 
 
 def _success(axes, mine: Sequence[Mapping[str, Any]], name: str, shift: float) -> None:

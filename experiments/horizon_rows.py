@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments import aggregate, sweep
 from experiments.aggregate import Point
-from experiments.horizon_arms import ARMS, HEADLINE, TARGET, WINDOW
+from experiments.horizon_arms import ARMS, TARGET, WINDOW
 
 METHOD = ("generate", "feedback", "annotate", "train")  # phases that are the method's wall time
 MEASURED = ("success", "invalid", "filler_correct", "gain")
@@ -143,7 +143,7 @@ def show(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int], untried: S
     head = ("horizon", "arm", "seeds", "before", "tokens to 0.9", "seconds to 0.9", "censored", "at equal tokens")
     head += ("at equal time", "sampled tokens", "other tokens", "seconds", "updates")
     table = [
-        (row["horizon"], ARMS[row["arm"]].label + (" *" if row["arm"] in HEADLINE else ""), row["seeds"], row["before"])
+        (row["horizon"], ARMS[row["arm"]].label, row["seeds"], row["before"])
         + tuple(said(row[key], row["censored"] > 0) for key in ("tokens_to_0.9", "wall_s_to_0.9"))
         + (f"{row['censored']} of {row['seeds']}",)
         + (span(*(row[key] for key in ("success_at_tokens", "low_at_tokens", "high_at_tokens"))),)
