@@ -25,7 +25,7 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import cli, launch, sweep
+from experiments import cli, sweep
 
 _CONFIG = cli.config_file("configs/tool_calls.py")
 FLAGS = cli.Flags()
@@ -36,7 +36,7 @@ _LONGER = FLAGS.float("longer", 1.4, "batches of the arms that score no hints, a
 _LM_FACTOR = FLAGS.float("lm_factor", 4.0, "more_lm and long_lm: warm-up updates, as a multiple of the config's")
 
 _EPISODES = FLAGS.integer("episodes", 512, "episodes per evaluation")
-_SWEEP = launch.SweepFlags(FLAGS)
+_SWEEP = sweep.SweepFlags(FLAGS)
 
 METRICS = {  # what a row keeps, where the task has it, and its heading
     "success": "success",
@@ -197,7 +197,8 @@ def main(_) -> None:
     rows = [row for row in cli.read_rows(asked.results) if row["seed"] in seeds]
     diverged = [f"{row['name']} diverged: {row['diverged']}" for row in rows if "diverged" in row]
     rows = [row for row in rows if "diverged" not in row]
-    show(rows, batches)
+    if rows:
+        show(rows, batches)
     for line in [*diverged, *failed]:
         print("FAILED", line)
     counts = {"runs": len(rows), "failed": len(failed), "diverged": len(diverged), "results": str(asked.results)}

@@ -27,7 +27,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from experiments import claims, cli, horizon_arms, horizon_rows, launch, sweep
+from experiments import claims, cli, horizon_arms, horizon_rows, sweep
 from experiments.horizon_arms import ARMS, SIZES
 
 FLAGS = cli.Flags()
@@ -37,7 +37,7 @@ _SEEDS = FLAGS.integer("seeds", 0, "seeds of every arm (default: 3, 5 of the hea
 _QUICK = FLAGS.boolean("quick", False, "a few minutes: see above")
 _TRIALS = FLAGS.boolean("trials", True, "run the knob trials that have no row yet; else the rows there are decide")
 _FIGURE = FLAGS.string("figure", "", "the figure (default: beside the rows)")
-_SWEEP = launch.SweepFlags(FLAGS)
+_SWEEP = sweep.SweepFlags(FLAGS)
 
 EPISODES = 256  # of the evaluations before and after
 

@@ -16,49 +16,16 @@ The last line of stdout is JSON: rows, done (runs with a row), diverged, failed,
 """
 
 import itertools
-import os
 import pathlib
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import cli, processes, sweep
-from experiments.sweep import Sweep, Unit
-
-
-class SweepFlags:
-    """The flags of every command that runs a sweep, beside its own; `.sweep(...)` makes what they ask for."""
-
-    def __init__(self, own: cli.Flags):
-        self._results = own.string(
-            "results", "", "rows, appended as runs end (default: experiments/results/<name>.jsonl)"
-        )
-        self._folder = own.string("folder", "", "where the runs go (default: runs/<name>)")
-        self._jobs = own.integer("jobs", 0, "runs at a time; 0 = as many as there are cores for", lower_bound=0)
-        self._cores = own.integer("cores", 1, "cores of a run", lower_bound=1)
-        self._memory = own.float("memory_gib", 0.0, "memory of all runs together; 0 = what is free at the start")
-        self._unit = own.float("unit_gib", 2.0, "memory that a run may take, until one has shown more")
-        self._retries = own.integer("retries", 2, "tries of a run after a failure that is no result", lower_bound=0)
-
-    def sweep(self, name: str, **parts: Any) -> Sweep:
-        """The sweep of this name, its folders made. parts: further fields. Raises: base.InputError."""
-        from rsi_jax import base
-
-        mine = len(os.sched_getaffinity(0))
-        jobs = self._jobs.value or max(1, mine // self._cores.value)
-        if jobs * self._cores.value > mine:
-            raise base.InputError(
-                f"--jobs={jobs} with --cores={self._cores.value} each: this process may use {mine} cores"
-            )
-        results = pathlib.Path(self._results.value or f"experiments/results/{name}.jsonl")
-        folder = pathlib.Path(self._folder.value or f"runs/{name}")
-        budget = {"jobs": jobs, "cores": self._cores.value, "retries": self._retries.value}
-        memory = {"memory_gib": self._memory.value or processes.available_gib(), "unit_gib": self._unit.value}
-        return Sweep(results, folder, **budget, **memory, **parts)
+from experiments import cli, sweep
+from experiments.sweep import Unit
 
 
 def grid(config: str, given: Sequence[str], axes: Sequence[str], seeds: Sequence[int]) -> list[Unit]:
@@ -84,7 +51,7 @@ FLAGS = cli.Flags()
 _CONFIG = cli.config_file()
 _AXES = FLAGS.multi_string("sweep", [], "an axis, 'x.y=a,b,...'; several make a grid")
 _SEEDS = FLAGS.list("seeds", ["0"], "seeds")
-_SWEEP = SweepFlags(FLAGS)
+_SWEEP = sweep.SweepFlags(FLAGS)
 
 
 def main(_) -> None:

@@ -69,6 +69,37 @@ class Sweep:
         return self.folder / f"{unit.name.replace('/', '-')}-{unit.digest[:8]}"
 
 
+class SweepFlags:
+    """The flags of every command that runs a sweep, beside its own; `.sweep(...)` makes what they ask for."""
+
+    def __init__(self, own: cli.Flags):
+        self._results = own.string(
+            "results", "", "rows, appended as runs end (default: experiments/results/<name>.jsonl)"
+        )
+        self._folder = own.string("folder", "", "where the runs go (default: runs/<name>)")
+        self._jobs = own.integer("jobs", 0, "runs at a time; 0 = as many as there are cores for", lower_bound=0)
+        self._cores = own.integer("cores", 1, "cores of a run", lower_bound=1)
+        self._memory = own.float("memory_gib", 0.0, "memory of all runs together; 0 = what is free at the start")
+        self._unit = own.float("unit_gib", 2.0, "memory that a run may take, until one has shown more")
+        self._retries = own.integer("retries", 2, "tries of a run after a failure that is no result", lower_bound=0)
+
+    def sweep(self, name: str, **parts: Any) -> Sweep:
+        """The sweep of this name, its folders made. parts: further fields. Raises: base.InputError."""
+        from rsi_jax import base
+
+        mine = len(os.sched_getaffinity(0))
+        jobs = self._jobs.value or max(1, mine // self._cores.value)
+        if jobs * self._cores.value > mine:
+            raise base.InputError(
+                f"--jobs={jobs} with --cores={self._cores.value} each: this process may use {mine} cores"
+            )
+        results = pathlib.Path(self._results.value or f"experiments/results/{name}.jsonl")
+        folder = pathlib.Path(self._folder.value or f"runs/{name}")
+        budget = {"jobs": jobs, "cores": self._cores.value, "retries": self._retries.value}
+        memory = {"memory_gib": self._memory.value or processes.available_gib(), "unit_gib": self._unit.value}
+        return Sweep(results, folder, **budget, **memory, **parts)
+
+
 def effective(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The config of a file with overrides 'x.y=value', as its run will see it. Raises: base.InputError."""
     from rsi_jax import base
@@ -242,9 +273,9 @@ class Runner:
         self.spent.append((ended.seconds, unit.minutes or 1.0))
         cost = {"wall_s": round(ended.seconds, 1), "peak_gib": round(ended.peak_gib, 3)}
         made = {"name": unit.name, "seed": unit.seed, "digest": unit.digest, "overrides": list(unit.overrides)}
-        append(
-            self.sweep.results, made | cost | dict(unit.fields) | dict(measured) | {"date": time.strftime("%Y-%m-%d")}
-        )
+        # What a run says of itself under these names (its own digest, its own wall time) gives way.
+        row = dict(unit.fields) | dict(measured) | made | cost | {"date": time.strftime("%Y-%m-%d")}
+        append(self.sweep.results, row)
         shown.say(f"done {unit.name}" + (f": diverged, {measured['diverged']}" if ended.code == 1 else ""))
 
     def left(self) -> float:

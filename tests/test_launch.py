@@ -36,7 +36,7 @@ if code and count <= int(ways.get("times", 99)):
     if code < 0:
         os.kill(os.getpid(), -code)
     sys.exit(code)
-print(json.dumps({"value": len(steps.read_text()), "cores": sorted(os.sched_getaffinity(0)),
+print(json.dumps({"digest": "its own", "value": len(steps.read_text()), "cores": sorted(os.sched_getaffinity(0)),
                   "threads": os.environ["OMP_NUM_THREADS"]}))
 """
 
