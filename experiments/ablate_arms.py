@@ -14,7 +14,8 @@ wall times compare. Rows are kept as `experiments.launch` says; an interrupted s
 Equal tokens: after as many batches as the config trains. Arms that score no hints have cheaper batches: they are given
 --longer times as many, with their schedule sized to that, and end at equal wall time, no later than the method time of
 textual_feedback on that seed (if that comes before equal tokens, both are read there; see `batches` of the row).
-stdout ends with one JSON line: arms {name: {metric: [mean, low, high]}}, runs, results.
+stdout ends with one JSON line: arms {name: {metric: [mean, low, high]}}, runs, failed,
+diverged, results.
 """
 
 import dataclasses
@@ -22,10 +23,11 @@ import functools
 import json
 import pathlib
 
+import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import cli, sweep
+from experiments import aggregate, cli, sweep
 
 _CONFIG = cli.config_file("configs/tool_calls.py")
 FLAGS = cli.Flags()
@@ -122,20 +124,14 @@ def read_run(unit: sweep.Unit, folder: pathlib.Path, *, batches: int) -> dict | 
 
 def summarise(rows: list[dict]) -> dict[str, dict[str, list[float]]]:
     """Mean and bootstrap 95% interval over seeds of every metric of every arm."""
-    import numpy as np
-
     out: dict[str, dict[str, list[float]]] = {}
     names = [name for name in METRICS if all(name in row["before"] for row in rows)]
     for arm in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == arm]
-        rng = np.random.default_rng(0)
-        picks = rng.integers(0, len(mine), (2000, len(mine)))
         out[arm] = {}
         for when in ("before", "equal_tokens", "equal_wall"):
             for name in names:
-                values = np.array([row[when][name] for row in mine])
-                low, high = np.quantile(values[picks].mean(axis=1), (0.025, 0.975))
-                out[arm][f"{when}/{name}"] = [float(values.mean()), float(low), float(high)]
+                out[arm][f"{when}/{name}"] = list(aggregate.interval([[row[when][name] for row in mine]], np.mean))
     return out
 
 
