@@ -182,8 +182,8 @@ def main(_) -> None:
         return [f"rl.max_minutes={spent[-1] / 60:.3f}"] if spent else []
 
     def unit(arm: Arm, seed: int) -> sweep.Unit:
-        after = warm_up(seed) if arm.rl and warms_up else None
-        start = [f"init_from={asked.place(after)}"] if after else []
+        after = (warm_up(seed),) if arm.rl and warms_up else ()
+        start = [f"init_from={asked.place(one)}" for one in after]
         late = functools.partial(limit, seed) if arm.cheaper else tuple
         name, overrides = f"{arm.name}/{seed}", (*every, *arm.overrides, *start)
         return sweep.Unit(name, file, overrides, seed, {"arm": arm.name}, after=after, late=late)

@@ -6,8 +6,9 @@ python -m experiments.ablate_horizon --quick
 
 At each horizon L the number of sub-goals is L / 4, so success by chance goes to 0. A seed warms up once per horizon, on
 short un-hinted and long hinted demonstrations; all its arms start from that (but `more_sft`, which goes on with it).
-Every arm then has the same wall time (experiments/horizon_arms.py: SIZES; RL alone is timed, without evaluations) and a
-constant learning rate. First come the knob trials: three per arm, at L = 64, on seed 100, one run each; the arm's best
+Every arm then has the same wall time (experiments/horizon_arms.py: SIZES; RL alone is timed, without evaluations, after
+its programs were compiled by a run of two batches) and a constant learning rate. First come the knob trials (not
+compiled beforehand): three per arm, at L = 64, on seed 100, one run each; the arm's best
 (success after, then fewer invalid calls) is what it runs with. Rows of trials and runs are appended as they finish; an
 interrupted sweep continues. --quick: L = 16, one seed, the headline arms, half a minute of RL each, no trials; its rows
 stay in the run folder.
@@ -24,6 +25,7 @@ wall_s: mean of a run), equal_tokens {horizon: tokens}, claims, failed, results,
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -76,18 +78,31 @@ def unit(
         "evaluation.every=0",
         f"evaluation.final_episodes={EPISODES}",
     ]
-    after = None if arm.sft else warm_up(name, horizon, seed, shape)
-    if after is None:  # the warm-up alone, a longer one
+    if arm.sft:  # the warm-up alone, a longer one
         overrides.append(f"lm.updates={round(size.sft * shape.sft_share)}")
+        after = ()
     else:
+        after = (warm_up(name, horizon, seed, shape),)
         overrides += ["rl.updates=100000", "rl.schedule=constant", f"rl.max_minutes={rl_minutes}"]
-        overrides.append(f"init_from={asked.place(after)}")
+        overrides.append(f"init_from={asked.place(after[0])}")
     knobs = arm.trials[trial]
     fields = {"arm": name, "horizon": horizon, "knobs": list(knobs), "trial": trial}
     label = f"{name}/{horizon}/{seed}" + (f"/trial {trial}" if tried else "")
-    return sweep.Unit(
-        label, horizon_arms.CONFIG, (*overrides, *arm.overrides, *knobs), seed, fields, size.minutes, after
-    )
+    overrides += [*arm.overrides, *knobs]
+    return sweep.Unit(label, horizon_arms.CONFIG, tuple(overrides), seed, fields, size.minutes, after)
+
+
+def compiled(one: sweep.Unit, first: sweep.Unit) -> sweep.Unit:
+    """The same run, after two batches of `first` (the arm at that horizon, its first seed) have compiled its programs.
+
+    They are kept beside the run folders, so that a run's time is not that of compiling.
+    """
+    if ARMS[one.fields["arm"]].sft:
+        return one
+    short = ("rl.updates=2", "evaluation.final_episodes=2")
+    name = f"compile {first.fields['arm']}/{first.fields['horizon']}"
+    primer = sweep.Unit(name, first.config, (*first.overrides, *short), first.seed, minutes=1, after=first.after)
+    return dataclasses.replace(one, after=(*one.after, primer))
 
 
 def best_trials(rows: Sequence[Mapping]) -> dict[str, int]:
@@ -126,8 +141,9 @@ def main(_) -> None:
     wanted = {(name, horizon): horizon_arms.seeds_of(name, horizon) for horizon in horizons for name in names}
     if _QUICK.value or _SEEDS.value:
         wanted = dict.fromkeys(wanted, range(_SEEDS.value or 1))
+    runs_of = functools.partial(unit, asked, shape=shape)
     units = [
-        unit(asked, name, horizon, seed, best.get(name, 0), shape)
+        compiled(*(runs_of(name, horizon, s, best.get(name, 0)) for s in (seed, seeds[0])))
         for seed in range(max(map(len, wanted.values())))
         for (name, horizon), seeds in wanted.items()
         if seed in seeds

@@ -9,7 +9,7 @@ included, its runs end with it, and the same command continues: their folders re
 A run starts when cores are free and so is the memory that it may take: --unit_gib, or the highest peak of a run of this
 sweep if that is more. How it ends: with exit code 0 and a JSON line on its stdout, it is done. 1: training went wrong
 (it diverged); that is a result, in its row as `diverged`, and not tried again. 2: bad input; the sweep ends with that
-line, and the other runs save. Anything else (killed, out of memory): tried again --retries times, then left without a
+line, and the other runs save. Anything else (killed, a traceback): tried again --retries times, then left without a
 row, and the sweep ends with exit code 1.
 
 The last line of stdout is JSON: rows, done (runs with a row), diverged, failed, results.

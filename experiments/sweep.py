@@ -25,8 +25,8 @@ PATIENCE = 120.0  # seconds in which a run that is asked to stop must have saved
 class Unit:
     """One run. fields: of its row, besides those of every row. minutes: it may take, for the time left; 0 = not said.
 
-    after: the warm-up that it starts from. late: more overrides, asked for when it starts, since they depend on the
-    rows of others; the digest holds none of them.
+    after: units that must be done before it starts, such as its warm-up. late: more overrides, asked for when it
+    starts, since they depend on the rows of others; the digest holds none of them.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Unit:
     seed: int
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     minutes: float = 0.0
-    after: "Unit | None" = None
+    after: "tuple[Unit, ...]" = ()
     late: Callable[[], Sequence[str]] = tuple
 
     @functools.cached_property
@@ -163,10 +163,9 @@ def rows_of(results: pathlib.Path, units: Sequence[Unit]) -> list[dict[str, Any]
 
 
 def complaint(log: pathlib.Path) -> str:
-    """The last line by which a run said what was wrong, without 'error:'."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (said or lines or ["it said nothing"])[-1]
+    """What was wrong, as a run said in the last line that it wrote; '' when it crashed instead (a traceback)."""
+    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+    return last.removeprefix("error: ") if last.startswith("error: ") else ""
 
 
 @contextmanager
@@ -254,10 +253,10 @@ class Runner:
         place = self.sweep.place(unit)
         self.need = max(self.need, ended.peak_gib)
         if ended.code == 2:
-            raise base.InputError(f"{unit.name}: {complaint(beside(place, 'log'))}")
+            raise base.InputError(f"{unit.name}: {complaint(beside(place, 'log')) or 'exit code 2'}")
         measured: Mapping[str, Any] | None = None
-        if ended.code == 1:
-            measured = {"diverged": complaint(beside(place, "log"))}
+        if ended.code == 1 and (said := complaint(beside(place, "log"))):
+            measured = {"diverged": said}
         elif ended.code == 0:
             measured = self.sweep.read(unit, place)
         if measured is None:
@@ -276,7 +275,7 @@ class Runner:
         # What a run says of itself under these names (its own digest, its own wall time) gives way.
         row = dict(unit.fields) | dict(measured) | made | cost | {"date": time.strftime("%Y-%m-%d")}
         append(self.sweep.results, row)
-        shown.say(f"done {unit.name}" + (f": diverged, {measured['diverged']}" if ended.code == 1 else ""))
+        shown.say(f"done {unit.name}" + (f": diverged, {measured['diverged']}" if "diverged" in measured else ""))
 
     def left(self) -> float:
         """Seconds left, if runs go on taking the same share of the minutes that they may take; inf before the first."""
@@ -291,23 +290,27 @@ class Runner:
 
 
 def run(sweep: Sweep, units: Sequence[Unit]) -> list[str]:
-    """Runs the units that have no row yet, their warm-ups first; returns what failed. Units of one digest run once.
+    """Runs the units that have no row yet, after those that they wait for; returns what failed. A digest runs once.
 
-    Rows of warm-ups stay with the run folders, as these are what counts. Raises: base.InputError for bad input, in the
-    sweep or said by a run; train.Stopped after a signal, once the runs have ended.
+    Rows of what is waited for stay with the run folders, as these are what counts. Raises: base.InputError for bad
+    input, in the sweep or said by a run; train.Stopped after a signal, once the runs have ended.
     """
+    with _alone(sweep.folder):
+        return _in_order(sweep, units)
+
+
+def _in_order(sweep: Sweep, units: Sequence[Unit]) -> list[str]:
     finished = {row.get("digest") for row in cli.read_rows(sweep.results)}
     waiting = list({unit.digest: unit for unit in units if unit.digest not in finished}.values())
-    warm_ups = list({unit.after.digest: unit.after for unit in waiting if unit.after}.values())
+    first = list({one.digest: one for unit in waiting for one in unit.after}.values())
     beside = dataclasses.replace(
-        sweep, results=sweep.folder / "warm_ups.jsonl", read=lambda unit, folder: printed(folder)
+        sweep, results=sweep.folder / "prepared.jsonl", read=lambda unit, folder: printed(folder)
     )
-    with _alone(sweep.folder):
-        failed = _run(beside, warm_ups)
-        warm = {row["digest"] for row in rows_of(beside.results, warm_ups) if "diverged" not in row}
-        ready = [unit for unit in waiting if unit.after is None or unit.after.digest in warm]
-        failed += [f"{unit.name}: its warm-up failed" for unit in waiting if unit not in ready]
-        return failed + _run(sweep, ready, done=len(units) - len(waiting))
+    failed = _in_order(beside, first) if first else []
+    prepared = {row["digest"] for row in rows_of(beside.results, first) if "diverged" not in row}
+    ready = [unit for unit in waiting if all(one.digest in prepared for one in unit.after)]
+    failed += [f"{unit.name}: what it waits for failed" for unit in waiting if unit not in ready]
+    return failed + _run(sweep, ready, done=len(units) - len(waiting))
 
 
 def _run(sweep: Sweep, units: Sequence[Unit], done: int = 0) -> list[str]:

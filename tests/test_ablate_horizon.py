@@ -22,16 +22,28 @@ def test_every_arm_at_every_horizon_is_a_config_that_differs_in_its_own_fields(t
             assert config["env"]["tool_calls"]["horizon"] == horizon == 4 * config["env"]["tool_calls"]["goals"]
             assert config["rollout"]["capacity"] == size.capacity
             if arm.sft:
-                assert config["rl"]["updates"] == 0 and config["lm"]["updates"] == size.sft and made[0].after is None
+                assert config["rl"]["updates"] == 0 and config["lm"]["updates"] == size.sft and made[0].after == ()
                 continue
-            after = made[0].after
-            assert after is not None and config["init_from"] == str(asked(tmp_path).place(after))
+            (after,) = made[0].after
+            assert config["init_from"] == str(asked(tmp_path).place(after))
             warm = sweep.effective(after.config, after.overrides)
             assert warm["lm"] == config["lm"] and warm["env"] == config["env"] and warm["model"] == config["model"]
             assert config["rl"]["max_minutes"] == size.rl_minutes < size.minutes
             assert (config["rl"]["groups"], config["rl"]["group_size"]) == (16, 4)
             shared[name] = after.digest
         assert shared.pop("turn_ppo") not in shared.values() and len(set(shared.values())) == 1
+
+
+def test_a_run_waits_for_its_programs_and_its_warm_up(tmp_path):
+    first, later = (ablate_horizon.unit(asked(tmp_path), "grpo", 64, s, 0, ablate_horizon.WHOLE) for s in (0, 3))
+    one = ablate_horizon.compiled(later, first)
+    warm, primer = one.after
+    assert one.digest == later.digest and warm.seed == 3 and primer.seed == 0 and primer.after == first.after
+    ours, theirs = (sweep.effective(x.config, x.overrides) for x in (first, primer))
+    assert theirs["rl"].pop("updates") == 2 < ours["rl"].pop("updates")
+    assert theirs["rl"] == ours["rl"] and theirs["credit"] == ours["credit"]  # the same programs
+    sft = ablate_horizon.unit(asked(tmp_path), "more_sft", 64, 0, 0, ablate_horizon.WHOLE)
+    assert ablate_horizon.compiled(sft, sft).after == ()
 
 
 def test_arms_are_what_their_names_say(tmp_path):

@@ -32,7 +32,7 @@ for i in range(len(steps.read_text().splitlines()) if steps.exists() else 0, int
 room = bytearray(int(float(ways.get("gib", 0)) * 2**30))
 code = int(ways.get("code", 0))
 if code and count <= int(ways.get("times", 99)):
-    print("error: as told", file=sys.stderr)
+    print(ways.get("says", "error:"), "as told", file=sys.stderr)
     if code < 0:
         os.kill(os.getpid(), -code)
     sys.exit(code)
@@ -89,15 +89,18 @@ def test_finished_units_are_skipped_by_digest_and_a_changed_one_is_not(tmp_path)
     assert [row["name"] for row in sweep.rows_of(tmp_path / "rows.jsonl", renamed)] == ["a", "b"]
 
 
-def test_warm_ups_run_first_and_only_for_what_is_not_done(tmp_path):
+def test_what_is_waited_for_runs_first_and_only_for_what_is_not_done(tmp_path):
     warm, sick = units("warm", "sick")
     pairs = [("a", warm), ("b", sick), ("c", warm)]
-    made = [sweep.Unit(name, CONFIG, (), 7 + i, after=after) for i, (name, after) in enumerate(pairs)]
+    made = [sweep.Unit(name, CONFIG, (), 7 + i, after=(after,)) for i, (name, after) in enumerate(pairs)]
     asked = make(tmp_path, {"sick": ["code=1"]})
-    assert sweep.run(asked, made) == ["b: its warm-up failed"]
+    assert sweep.run(asked, made) == ["b: what it waits for failed"]
     assert [row["name"] for row in cli.read_rows(tmp_path / "rows.jsonl")] == ["a", "c"]
-    first = tmp_path / "runs" / "warm_ups.jsonl"
+    first = tmp_path / "runs" / "prepared.jsonl"
     assert [row["name"] for row in cli.read_rows(first)] == ["warm", "sick"]
+    middle = sweep.Unit("middle", CONFIG, (), 20, after=(warm,))
+    assert sweep.run(asked, [sweep.Unit("last", CONFIG, (), 21, after=(warm, middle))]) == []
+    assert [row["name"] for row in cli.read_rows(first)] == ["warm", "sick", "middle"]
     first.unlink()  # the run folders went the way of all run folders
     assert sweep.run(asked, [made[0], made[2]]) == [] and not first.exists()
 
@@ -112,16 +115,24 @@ def test_runs_have_cores_of_their_own(tmp_path):
 
 
 def test_exit_codes(tmp_path):
-    ways = {"diverges": ["code=1"], "dies": ["code=-9"], "dies once": ["code=-9", "times=1"], "stopped": ["code=0"]}
+    ways = {
+        "diverges": ["code=1"],
+        "dies": ["code=-9"],
+        "dies once": ["code=-9", "times=1"],
+        "crashes": ["code=1", "says=Traceback"],
+        "stopped": ["code=0"],
+    }
     read = {"stopped": None}
     asked = make(tmp_path, ways, retries=2, read=lambda unit, folder: read.get(unit.name, {"value": 1}))
     failed = sweep.run(asked, units(*ways))
     rows = {row["name"]: row for row in cli.read_rows(tmp_path / "rows.jsonl")}
     assert set(rows) == {"diverges", "dies once"} and rows["diverges"]["diverged"] == "as told"
     assert "diverged" not in rows["dies once"]
-    assert sorted(line.partition(":")[0] for line in failed) == ["dies", "stopped"] and "exit -9" in "".join(failed)
+    assert sorted(line.partition(":")[0] for line in failed) == ["crashes", "dies", "stopped"] and "exit -9" in "".join(
+        failed
+    )
     tries = {unit.name: len((asked.place(unit) / "tries").read_text()) for unit in units(*ways)}
-    assert tries == {"diverges": 1, "dies": 3, "dies once": 2, "stopped": 3}
+    assert tries == {"diverges": 1, "dies": 3, "dies once": 2, "crashes": 3, "stopped": 3}
     sweep.run(asked, units(*ways))
     assert len((asked.place(units("diverges")[0]) / "tries").read_text()) == 1  # a result, not tried again
 
