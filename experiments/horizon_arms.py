@@ -16,7 +16,7 @@ TARGET, WINDOW = 0.9, 5  # solved: mean success of the last WINDOW batches (64 e
 class Arm:
     """One arm. trials: three sets of overrides; the best at TRIAL_HORIZON, on a seed of its own, is used throughout.
 
-    sft: no RL: its warm-up goes on for as long as an RL run may take. warm_up: overrides of the warm-up that it starts
+    sft: no RL: its warm-up goes on for as long as RL may take. warm_up: overrides of the warm-up that it starts
     from, where it cannot share that of the others.
     """
 
@@ -63,7 +63,8 @@ HEADLINE = ("textual_feedback", "grpo", "irrelevant")  # more seeds, and the lon
 @dataclasses.dataclass(frozen=True)
 class Size:
     """A horizon. minutes: a run may take on one core, its start and its evaluations included; rl_minutes: the part of
-    them that RL has. capacity: tokens of context. sft: updates of the arm that goes on with SFT."""
+    them that RL has. capacity: tokens of context. sft: updates of the arm that goes on with SFT, as many as fit into
+    the time of a warm-up (120 updates) and of RL."""
 
     minutes: float
     rl_minutes: float
@@ -85,10 +86,10 @@ class Size:
 
 
 SIZES = {
-    16: Size(2, 1.2, 112, 208, 240),
-    64: Size(6, 4.8, 336, 528, 480),
-    128: Size(12, 10, 640, 832, 960),
-    512: Size(30, 25, 2560, 2752, 1200),
+    16: Size(2, 1.4, 112, 208, 260),
+    64: Size(6, 4.9, 336, 528, 580),
+    128: Size(12, 10, 640, 832, 1080),
+    512: Size(30, 24, 2560, 2752, 2400),
 }
 
 
