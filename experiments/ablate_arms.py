@@ -190,7 +190,8 @@ def main(_) -> None:
 
     units = [unit(arm, seed) for arm in arms for seed in seeds if (arm.name, seed) not in have]
     failed = sweep.run(asked, units)
-    rows = [row for row in cli.read_rows(asked.results) if row["seed"] in seeds]
+    current = {None, *(one.digest for one in units)}
+    rows = [row for row in cli.read_rows(asked.results) if row["seed"] in seeds and row.get("digest") in current]
     diverged = [f"{row['name']} diverged: {row['diverged']}" for row in rows if "diverged" in row]
     rows = [row for row in rows if "diverged" not in row]
     if rows:
