@@ -113,9 +113,9 @@ def keep(rows: Sequence[Mapping[str, Any]], file: pathlib.Path, page: pathlib.Pa
     """Puts rows in the place of those of the same names, in the order of the registry, and makes the table anew."""
     from rsi_jax import metrics
 
-    known = [claim.name for claim in claims.REGISTERED]
+    known = {claim.name: {"tolerance": claim.tolerance} for claim in claims.REGISTERED}
     all_rows = {row["name"]: row for row in [*cli.read_rows(file), *rows]}
-    kept = [metrics.jsonable(all_rows[name]) for name in known if name in all_rows]
+    kept = [metrics.jsonable(all_rows[name] | now) for name, now in known.items() if name in all_rows]
     file.parent.mkdir(parents=True, exist_ok=True)
     for path, text in ((file, "".join(json.dumps(row) + "\n" for row in kept)), (page, table(kept))):
         fresh = path.with_name(path.name + ".new")

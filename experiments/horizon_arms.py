@@ -144,10 +144,10 @@ def _claim(name: str, text: str, read, low: float, high: float) -> claims.Claim:
 CLAIMS = (
     _claim("ratio_64", "textual feedback needs a tenth of the tokens of GRPO at L = 64", _ratio, 10, math.inf),
     _claim(
-        "solved_128", "at L = 128 textual feedback succeeds", _read("textual_feedback", 128, _success), TARGET, 1.0
+        "solved_128", "at L = 128 textual feedback succeeds", _read("textual_feedback", 128, _success), TARGET, math.inf
     ),
-    _claim("grpo_128", "where GRPO has not left 0", _read("grpo", 128, _success), 0.0, 0.1),
-    _claim("irrelevant_64", "irrelevant hints gain nothing at L = 64", _read("irrelevant", 64, _gained), -1.0, 0.1),
+    _claim("grpo_128", "where GRPO has not left 0", _read("grpo", 128, _success), -math.inf, 0.1),
+    _claim("irrelevant_64", "irrelevant hints gain nothing, L = 64", _read("irrelevant", 64, _gained), -math.inf, 0.1),
     _claim("penalty_128", "the penalty alone is in between", _read("locator_penalty", 128, _success), 0.1, TARGET),
 )  # fmt: skip
 

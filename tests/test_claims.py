@@ -45,7 +45,14 @@ def test_readings_of_a_curve():
 
 
 @pytest.mark.parametrize(
-    "line, held", [({"x": {"y": 2}}, True), ({"x": {"y": 2.5}}, False), ({"x": {}}, False), ({"x": None}, False)]
+    "line, held",
+    [
+        ({"x": {"y": 2}}, True),
+        ({"x": {"y": 1}}, False),
+        ({"x": {"y": 2.5}}, False),
+        ({"x": {}}, False),
+        ({"x": None}, False),
+    ],
 )
 def test_a_claim_holds_within_its_tolerance_and_not_unmeasured(line, held):
     assert claims.judge(claim("a", 1.0, 2.0), line)["held"] is held
