@@ -1,5 +1,6 @@
 """Draws the figure of `experiments.ablate_horizon` from its rows; nothing is drawn that is not a row."""
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +40,8 @@ def draw(rows: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
         _to_target(left, [row for row in mine if row["tokens_to_0.9"] is not None], name, shift)
         _success(right, mine, name, shift)
     left.set_yscale("log")
+    if tokens := [row["tokens_to_0.9"] for row in rows if row["tokens_to_0.9"] is not None]:
+        left.set_ylim(10.0 ** math.floor(math.log10(min(tokens))), 10.0 ** math.ceil(math.log10(1.5 * max(tokens))))
     left.set_title("sampled tokens to 0.9 success (hollow: a lower bound)", fontsize=9, loc="left")
     right.set_ylim(-0.03, 1.03)
     right.set_title("success after equal wall time (bars: 95% over seeds)", fontsize=9, loc="left")
