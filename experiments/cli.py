@@ -174,7 +174,7 @@ def _guarded(main: Callable[[list[str]], None], argv: list[str]) -> None:
             sys.stdout.flush()
             os._exit(code)  # threads of a library still in mid-write (a full disk) would bury the line in tracebacks
         stopped = "stopped before there was anything to save; the same command starts again"
-        print(stopped if interrupted else one_line(error), file=sys.stderr)
+        print(one_line(error) or stopped, file=sys.stderr)
 
 
 def code_of(error: BaseException) -> int | None:

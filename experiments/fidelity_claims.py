@@ -102,16 +102,17 @@ def judge(claim: Claim, read: Read) -> dict[str, Any] | None:
     holds = max(map(abs, differences)) <= 1e-5 if claim.equal else low > 0
     return {
         "claim": claim.text,
-        "left": _said(claim.left),
+        "left": said(claim.left),
         "relation": "=" if claim.equal else ">",
-        "right": _said(claim.right),
+        "right": said(claim.right),
         "difference": [mean, low, high],
         "seeds": len(differences),
         "holds": bool(holds),
     }
 
 
-def _said(reading: Reading | float) -> str:
+def said(reading: Reading | float) -> str:
+    """Names a reading, or the number, in words."""
     if not isinstance(reading, Reading):
         return str(reading)
     return f"{reading.measure} of {reading.arm} in {reading.world} at {reading.horizon}"

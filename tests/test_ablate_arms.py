@@ -1,13 +1,12 @@
 """The comparison of arms: which rows it makes of runs, how it sums them up, and the figure drawn from them."""
 
 import json
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from experiments import ablate_arms, figures
+from experiments import ablate_arms, figures, sweep
 from rsi_jax import base
 
 ARMS = ablate_arms.make_arms(["4e-3", "1e-3"], batches=30, longer=1.4, lm_updates=120, factor=4.0)
@@ -42,11 +41,6 @@ def test_every_control_differs_from_the_method_in_what_its_name_says():
     assert len({arm.name for arm in ARMS}) == len(ARMS)
 
 
-def test_the_seed_of_a_run_is_the_sweeps_whatever_fields_were_set():
-    argv = ablate_arms.command("c.py", pathlib.Path("runs/x"), "2", ["seed=9", "rl.lr=1"])
-    assert argv[-3:] == ["--config.seed=9", "--config.rl.lr=1", "--config.seed=2"]
-
-
 def test_arms_are_chosen_by_name_and_a_misspelt_one_is_named():
     assert ablate_arms.chosen(ARMS, []) == ARMS
     assert [arm.name for arm in ablate_arms.chosen(ARMS, ["more_lm", "grpo"])] == ["grpo_4e-3", "more_lm", "grpo_1e-3"]
@@ -66,9 +60,12 @@ def test_equal_tokens_is_the_evaluation_after_as_many_batches_or_the_end_if_it_c
     after = {"success": 0.7, "invalid": 0.1, "filler_correct": 1.0}
     results = {"before": scalars | {"success": 0.0, "gain": 0.6}, "after": after, "ledger": ledger}
     (tmp_path / "results.json").write_text(json.dumps(results))
-    found = ablate_arms.row_of("grpo_1e-3", "2", tmp_path, batches=at)
+    unit = sweep.Unit("grpo_1e-3/2", "configs/tool_calls.py", (), 2)
+    found = ablate_arms.read_run(unit, tmp_path, batches=at)
     assert found["equal_tokens"]["success"] == expected and found["equal_wall"]["success"] == 0.7
-    assert (found["seed"], found["batches"], found["method_s"]) == (2, 2, 3.0)  # evaluation is not the method's time
+    assert (found["batches"], found["method_s"]) == (2, 3.0)  # evaluation is not the method's time
+    (tmp_path / "results.json").unlink()
+    assert ablate_arms.read_run(unit, tmp_path, batches=at) is None  # stopped, not finished
 
 
 def test_the_interval_over_seeds_holds_the_mean_and_lies_within_the_seeds():

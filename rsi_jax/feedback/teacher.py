@@ -24,6 +24,8 @@ def advance(kind: str, teacher, params, step, *, rate: float, every: int):
     ema: teacher + rate (params - teacher); rate 1 is live, 0 frozen. snapshot: a copy every `every` updates.
     Source: SDPO (arXiv 2601.20802) uses rate 0.05 after each update.
     """
+    if teacher is None:  # live, or of a variant that asks none
+        return None
     if kind == "ema":
         return jax.tree.map(lambda old, new: old + rate * (new - old), teacher, params)
     if kind == "snapshot":

@@ -1,0 +1,140 @@
+"""What experiments claim: written down before they run, held against the JSON line with which their command ends.
+
+An experiment declares its claims as `Claim`s before it first runs. When it has run, they join REGISTERED below, and
+from then on `experiments.check_claims` runs the quick form of each and keeps the table in experiments/README.md.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from experiments import fidelity_claims
+
+Reading = tuple[float, float, float]  # a number and its 95% interval; the number three times where there is none
+Line = Mapping[str, Any]  # the JSON line of a command
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One claim. It holds when the whole interval of the number lies within (low, high].
+
+    text, source: what is claimed, and where the expectation comes from. command: of the quick form, after 'python -m'.
+    read: the number in its JSON line, None where the run did not measure it. arms: what is compared. seeds: of each.
+    minutes: budget of the command on an idle machine. budget: that of a run, where runs are limited, in words.
+    """
+
+    name: str
+    text: str
+    source: str
+    command: str
+    read: Callable[[Line], Reading | None]
+    low: float
+    high: float
+    minutes: float
+    config: str = "-"
+    arms: tuple[str, ...] = ()
+    seeds: int = 1
+    budget: str = "-"
+
+    @property
+    def tolerance(self) -> str:
+        """The range in which the number must lie, for people."""
+        if math.isinf(self.high):
+            return f"above {self.low:g}"
+        return f"below {self.high:g}" if math.isinf(self.low) else f"{self.low:g} to {self.high:g}"
+
+
+def declare(claims: Sequence[Claim], judged: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Prints claims as they stand before a run, and how they fared where `judge` has seen them."""
+    from rsi_jax import metrics
+
+    fared = {one["name"]: (number_of(one), "yes" if one["held"] else "FAILED") for one in judged}
+    head = ("claim", "source", "tolerance", "arms", "seeds", "budget of a run", "minutes", "number", "holds")
+    rows = [
+        (c.text, c.source, c.tolerance, ", ".join(c.arms), c.seeds, c.budget, c.minutes, *fared.get(c.name, ("-", "-")))
+        for c in claims
+    ]
+    metrics.table("claims, written before the run", head, rows)
+
+
+def number_of(row: Mapping[str, Any]) -> str:
+    """The number of a row, with its interval where it has one."""
+    from rsi_jax import metrics
+
+    if row.get("number") is None or math.isnan(row["number"]):
+        return row.get("fault") or "not measured"
+    number, low, high = (metrics.number(row[name]) for name in ("number", "low", "high"))
+    return number if low == high else f"{number} [{low}, {high}]"
+
+
+def judge(claim: Claim, line: Line) -> dict[str, Any]:
+    """Holds a claim against what a command measured: name, claim, tolerance, number, low, high, held.
+
+    What was not measured does not hold.
+    """
+    number, low, high = claim.read(line) or (math.nan,) * 3
+    held = claim.low < low <= high <= claim.high
+    said = {"name": claim.name, "claim": claim.text, "tolerance": claim.tolerance}
+    return said | {"number": number, "low": low, "high": high, "held": held}
+
+
+def at(*path: str) -> Callable[[Line], Reading | None]:
+    """Reads a number without an interval: at('arms', 'grpo') is line['arms']['grpo']."""
+
+    def read(line: Line) -> Reading | None:
+        value = functools.reduce(lambda part, key: part.get(key) if isinstance(part, Mapping) else None, path, line)
+        return None if value is None else (float(value),) * 3
+
+    return read
+
+
+def _fidelity() -> tuple[Claim, ...]:
+    """The claims of `experiments.credit_fidelity`: the number is the paired difference of two arms."""
+
+    def read(line: Line, left: str, right: str) -> Reading | None:
+        found = [one for one in line["claims"] if (one["left"], one["right"]) == (left, right)]
+        return tuple(found[0]["difference"]) if found else None
+
+    return tuple(
+        Claim(
+            name=f"credit_fidelity/{i:02d}",
+            text=f"{claim.text}: {left} {'=' if claim.equal else '>'} {right}",
+            source="experiments/fidelity_claims.py",
+            command="experiments.credit_fidelity --quick --figure= --results=runs/check_claims/credit_fidelity.jsonl",
+            read=functools.partial(read, left=left, right=right),
+            low=-1e-5 if claim.equal else 0.0,
+            high=1e-5 if claim.equal else math.inf,
+            minutes=10,
+            arms=tuple(x.arm for x in (claim.left, claim.right) if isinstance(x, fidelity_claims.Reading)),
+            seeds=8,
+        )
+        for i, claim in enumerate(fidelity_claims.CLAIMS)
+        for left, right in [(fidelity_claims.said(claim.left), fidelity_claims.said(claim.right))]
+    )
+
+
+REGISTERED: tuple[Claim, ...] = (
+    Claim(
+        name="bench_returns/gae_ms",
+        text="GAE over 131,072 tokens takes less than 50 ms",
+        source="our own requirement; 4 to 8 ms measured on 2026-12-01",
+        command="experiments.bench_returns",
+        read=at("gae_ms"),
+        low=-math.inf,
+        high=50.0,
+        minutes=3,
+    ),
+    Claim(
+        name="bench_returns/max_difference",
+        text="and the three recursions agree with a loop over tokens, relative to the largest number",
+        source="float32 rounding over 131,072 steps",
+        command="experiments.bench_returns",
+        read=at("max_difference"),
+        low=-math.inf,
+        high=1e-5,
+        minutes=3,
+    ),
+    *_fidelity(),
+)

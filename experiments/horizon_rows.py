@@ -1,0 +1,158 @@
+"""The rows of `experiments.ablate_horizon`: of a run from its folder, of an arm at a horizon from its runs."""
+
+import json
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments import aggregate, sweep
+from experiments.aggregate import Point
+from experiments.horizon_arms import ARMS, TARGET, WINDOW
+
+METHOD = ("generate", "feedback", "annotate", "train")  # phases that are the method's wall time
+MEASURED = ("success", "invalid", "filler_correct", "gain")
+POINTS = 64  # of a curve that a row keeps
+
+
+def curve_of(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """The curve of a run from the lines of its metrics: success is the mean of the last WINDOW batches."""
+    trained = [line for line in lines if line["stage"] == "rl"]
+    success = aggregate.smooth([line["train/success"] for line in trained], WINDOW)
+    seconds = [sum(line.get(f"time/{phase}", 0.0) for phase in METHOD) for line in trained]
+    tokens = [line["ledger/generated"] for line in trained]
+    return [Point(*three) for three in zip(tokens, seconds, success, strict=True)]
+
+
+def compile_s(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds that steps took beyond twice the median step: mostly compiling, which the first run of a shape pays."""
+    steps = [line["time/step"] for line in lines if line["stage"] == "rl"]
+    usual = statistics.median(steps) if steps else 0.0
+    return round(sum(step - usual for step in steps if step > 2 * usual), 1)
+
+
+def read(unit: sweep.Unit, folder: pathlib.Path) -> dict[str, Any] | None:
+    """What a finished run measured; None when it did not come to its end (a signal stopped it, saved)."""
+    if not (folder / "results.json").is_file():
+        return None
+    results = json.loads((folder / "results.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    curve, ledger = curve_of(lines), results["ledger"]
+    solved = aggregate.reached(curve, TARGET, after=WINDOW)
+    seconds = ledger["seconds"]
+    return {
+        "before": {name: results["before"].get(name) for name in MEASURED},
+        "after": {name: results["after"].get(name) for name in MEASURED},
+        "tokens_to_0.9": solved and solved.tokens,
+        "method_s_to_0.9": solved and round(solved.seconds, 1),
+        "tokens": ledger["tokens"],
+        "method_s": round(sum(seconds.get(phase, 0.0) for phase in METHOD), 1),
+        "lm_s": round(seconds.get("warm up", 0.0) + seconds.get("read", 0.0), 1),
+        "evaluate_s": round(seconds.get("evaluate", 0.0), 1),
+        "compile_s": compile_s(lines),
+        "updates": len(curve),
+        "curve": [[p.tokens, round(p.seconds, 1), round(p.success, 4)] for p in aggregate.thin(curve, POINTS)],
+        "dropped": {name: count for name, count in ledger["dropped"].items() if count},
+    }
+
+
+def equal_tokens(runs: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """By horizon, the tokens that every RL run has sampled: as many as the one that sampled fewest."""
+    least: dict[int, int] = {}
+    for run in runs:
+        if "diverged" not in run and run["curve"]:
+            tokens = run["tokens"]["generated"]
+            least[run["horizon"]] = min(tokens, least.get(run["horizon"], tokens))
+    return least
+
+
+def _success_at(run: Mapping[str, Any], tokens: int | None) -> float | None:
+    """Success when a run had sampled so many tokens; None for one that samples none."""
+    if "diverged" in run:
+        return 0.0
+    if not run["curve"] or tokens is None:
+        return None
+    return aggregate.at_tokens([Point(*three) for three in run["curve"]], tokens, before=run["before"]["success"])
+
+
+def row_of(runs: Sequence[Mapping[str, Any]], tokens: int | None) -> dict[str, Any]:
+    """Sums up the runs of an arm at a horizon. Tokens and seconds to 0.9 take a censored run at all that it spent."""
+    whole = [run for run in runs if "diverged" not in run]
+    solved = [run for run in whole if run["tokens_to_0.9"] is not None]
+    value, low, high = aggregate.interval([[0.0 if "diverged" in r else r["after"]["success"] for r in runs]])
+    at = [found for run in runs if (found := _success_at(run, tokens)) is not None]
+    equal = aggregate.interval([at]) if at else (None, None, None)
+    rl = [run for run in whole if run["curve"]]
+
+    def mean(values: Sequence[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    def to_target(spent, reached: str) -> float | None:
+
+        values = [run[reached] if run[reached] is not None else spent(run) for run in rl]
+        return float(aggregate.iqm(values)) if values else None
+
+    return {
+        "arm": runs[0]["arm"],
+        "horizon": runs[0]["horizon"],
+        "seeds": len(runs),
+        "tokens_to_0.9": to_target(lambda run: run["tokens"]["generated"], "tokens_to_0.9"),
+        "wall_s_to_0.9": to_target(lambda run: run["method_s"], "method_s_to_0.9"),
+        "censored": len(runs) - len(solved),
+        "success_at_tokens": equal[0],
+        "low_at_tokens": equal[1],
+        "high_at_tokens": equal[2],
+        "success_at_budget": value,
+        "low": low,
+        "high": high,
+        "before": mean([run["before"]["success"] for run in whole]),
+        "tokens": mean([run["tokens"]["generated"] for run in whole]),
+        "forward_tokens": mean([sum(run["tokens"].values()) - run["tokens"]["generated"] for run in whole]),
+        "wall_s": mean([run["method_s"] + (0 if run["curve"] else run["lm_s"]) for run in whole]),
+        "updates": mean([run["updates"] for run in whole]),
+        "diverged": len(runs) - len(whole),
+        "knobs": runs[0]["knobs"],
+    }
+
+
+def summarise(runs: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """A row for each arm at each horizon, and the tokens at which they are compared by horizon."""
+    equal = equal_tokens(runs)
+    places = sorted({(run["horizon"], list(ARMS).index(run["arm"])) for run in runs})
+    rows = []
+    for horizon, index in places:
+        mine = [run for run in runs if (run["horizon"], run["arm"]) == (horizon, list(ARMS)[index])]
+        rows.append(row_of(mine, equal.get(horizon)))
+    return rows, equal
+
+
+def said(value: float | None, censored: bool) -> str:
+    """A number to the target for people; a lower bound is marked as such."""
+    return "-" if value is None else f"{'>' if censored else ''}{value:,.0f}"
+
+
+def span(value: float | None, low: float | None, high: float | None) -> str:
+    """A share with its interval for people."""
+    return "-" if value is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def show(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int], untried: Sequence[str]) -> None:
+    """Prints the table. untried: arms that run with the first of their knobs, since not all trials have a row."""
+    from rsi_jax import metrics
+
+    head = ("horizon", "arm", "seeds", "before", "tokens to 0.9", "seconds to 0.9", "censored", "at equal tokens")
+    head += ("at equal time", "sampled tokens", "other tokens", "seconds", "updates")
+    table = [
+        (row["horizon"], ARMS[row["arm"]].label, row["seeds"], row["before"])
+        + tuple(said(row[key], row["censored"] > 0) for key in ("tokens_to_0.9", "wall_s_to_0.9"))
+        + (f"{row['censored']} of {row['seeds']}",)
+        + (span(*(row[key] for key in ("success_at_tokens", "low_at_tokens", "high_at_tokens"))),)
+        + (span(row["success_at_budget"], row["low"], row["high"]),)
+        + tuple(said(row[key], False) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
+        for row in rows
+    ]
+    metrics.table("interquartile means over seeds [95% bootstrap]; > a lower bound, some runs censored", head, table)
+    for horizon, tokens in equal.items():
+        print(f"equal tokens at horizon {horizon}: {tokens:,}")
+    if untried:
+        print(f"the first of their knobs, trials not complete: {', '.join(untried)}")
