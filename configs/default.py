@@ -217,6 +217,8 @@ def _feedback():
     c = config_dict.ConfigDict()
     c.rules = ("failed_tool_call", "malformed_call")  # functions of rsi_jax/feedback/locate.py, first match wins
     c.long_answer = config_dict.ConfigDict(dict(max_words=25))  # knobs of the rule of that name
+    c.turn = "located"  # where hints stand: at the located turns | 'other': at others, drawn (a control)
+    c.insert = "turn"  # before the turn | 'first': before the first turn of the row (branches of the whole row)
     c.hint_place = "message"  # a hint stands before the message that the turn answers | 'header': after it
     c.hint_role = ""  # role of a hint message in a chat template, '' = 'hint' where it has one, else 'system'
     c.hint = "template"  # 'template' | 'empty' | 'irrelevant' | 'shuffled' | 'wrong' | 'oracle' | 'policy'

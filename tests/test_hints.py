@@ -242,3 +242,33 @@ def test_T44_what_does_not_fit_is_refused():
     findings, ids = found()[0], [[5] * 3] * 3
     with pytest.raises(ValueError, match="rollout 0 has more than 1 views"):
         views.build(findings, ids, BATCH, RULES, per_rollout=1, hint_capacity=8, branch=20)
+
+
+def test_hints_may_stand_before_the_first_turn_of_the_row():
+    at_turn, first = (add(insert=insert)[0].views for insert in ("turn", "first"))
+    used = [k for k in range(6) if at_turn.span_length_K[k]]
+    for k in used:
+        turns = BATCH[at_turn.rollout_K[k]].turns
+        assert first.insert_at_K[k] == turns[0].insert_at <= at_turn.insert_at_K[k]
+    assert any(first.insert_at_K[k] < at_turn.insert_at_K[k] for k in used)
+    same = ("span_start_K", "span_length_K", "hint_KN", "weight_K")
+    assert all((getattr(first, name) == getattr(at_turn, name)).all() for name in same)
+    assert views.extra_tokens(first) > views.extra_tokens(at_turn)
+
+
+def test_the_control_of_where_puts_the_same_words_at_turns_without_a_fault():
+    row = transcript(
+        0, ("rg", "tool not found: rg"), ("vim", "malformed call: vim"), ("edit", "found"), ("tox", "found")
+    )
+    batch = [row, row, transcript(1, ("rg", "tool not found: rg"))]
+    _, written, _ = add(batch=batch)
+    rollout, moved, counts = add(batch=batch, turn="other")
+    assert (
+        len(written) == 5 and len(moved) == 4 and counts["feedback/left_out"] == 1 and counts["feedback/located"] == 5
+    )
+    for b in (0, 1):
+        theirs = [(finding.turn, text) for finding, text in moved if finding.row == b]
+        assert sorted(turn for turn, _ in theirs) == [2, 3]
+        assert [text for _, text in theirs] == [text for finding, text in written if finding.row == b]
+    assert moved == add(batch=batch, turn="other")[1]
+    assert rollout.views.span_start_K[:2].tolist() == [row.turns[f.turn].start for f, _ in moved[:2]]

@@ -98,3 +98,26 @@ def locate(
             found = [found[i] for i in chosen]
         findings += found
     return findings, left_out
+
+
+def elsewhere(
+    findings: Sequence[Finding], transcripts: Sequence[base.Transcript], rules: Mapping[str, Rule], *, seed: str
+) -> list[Finding | None]:
+    """Draws for each finding another turn of its rollout, at which no rule fires: the control of where a hint stands.
+
+    No turn is drawn twice. None where a rollout has no such turn left.
+    """
+    free: dict[int, list[int]] = {}
+    for row in {finding.row for finding in findings}:
+        turns = transcripts[row].turns
+        fine = [
+            t
+            for t, one in enumerate(turns)
+            if not one.summary and not any(r(transcripts[row], t) for r in rules.values())
+        ]
+        random.Random(f"{seed}/{row}").shuffle(fine)
+        free[row] = fine
+    return [
+        dataclasses.replace(finding, turn=free[finding.row].pop()) if free[finding.row] else None
+        for finding in findings
+    ]

@@ -27,11 +27,14 @@ def build(
     per_rollout: int,
     hint_capacity: int,
     branch: int,
+    first: bool = False,
 ) -> base.Views:
     """Lays findings and their hint ids out as host columns, K = rollouts * per_rollout.
 
     The capacities are fixed over a stage, so that one shape is compiled; nothing is ever cut to fit them.
     branch: tokens that the branches of a rollout may hold together; 0 = what these need, rounded up to a power of two.
+    first: hints stand where one of the row's first turn would: a branch then copies all from there to its span, and
+    shares no more than the prompt with the rollout.
 
     An empty hint makes no view: with a live teacher its term is exactly 0, and with another teacher it would be a pull
     to the lagged self that has nothing to do with feedback. `feedback.add` counts them.
@@ -53,8 +56,9 @@ def build(
             )
         k = finding.row * per_rollout + used[finding.row]
         used[finding.row] += 1
-        turn = transcripts[finding.row].turns[finding.turn]
-        values = dict(insert_at=turn.insert_at, span_start=turn.start, span_length=turn.length, hint_length=len(ids))
+        turns = transcripts[finding.row].turns
+        turn, place = turns[finding.turn], turns[0 if first else finding.turn].insert_at
+        values = dict(insert_at=place, span_start=turn.start, span_length=turn.length, hint_length=len(ids))
         for name, value in values.items():
             ints[name][k] = value
         hint_KN[k, : len(ids)], source[k], weight[k] = ids, list(rules).index(finding.rule), 1.0

@@ -174,7 +174,8 @@ def make_writing(config, policy: hints.PolicyWriter | None = None) -> feedback.W
     f = config.feedback
     texts = hints.Templates(dict(f.templates), dict(f.wrong), f.oracle, f.irrelevant)
     rules = locate.find(f.rules, {name: dict(f[name]) for name in f.rules if name in f})
-    return feedback.Writing(rules, f.hint, texts, f.per_rollout, f.hint_tokens, f.branch_tokens, policy)
+    sizes = (f.per_rollout, f.hint_tokens, f.branch_tokens)
+    return feedback.Writing(rules, f.hint, texts, *sizes, turn=f.turn, insert=f.insert, policy=policy)
 
 
 def make_objective(config) -> Objective:
@@ -277,6 +278,8 @@ def check(config) -> None:
         ("compute.attention", ("", *attention.IMPLEMENTATIONS)),
         ("feedback.teacher", teacher_lib.KINDS),
         ("feedback.hint", (*hints.WRITERS, "policy")),
+        ("feedback.turn", feedback.TURNS),
+        ("feedback.insert", feedback.INSERTS),
     ):
         group, name = path.split(".")
         value = config[group][name]
