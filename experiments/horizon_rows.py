@@ -12,6 +12,13 @@ from experiments.horizon_arms import ARMS, TARGET, WINDOW
 
 METHOD = ("generate", "feedback", "annotate", "train")  # phases that are the method's wall time
 MEASURED = ("success", "invalid", "filler_correct", "gain")
+WATCHED = {  # of collapse: what a row keeps of the first and the last batches, and its name in the metrics
+    "entropy": "entropy",
+    "length": "response_tokens",
+    "teacher": "feedback/teacher_right",
+    "student": "feedback/student_right",
+    "divergence": "divergence",
+}
 POINTS = 64  # of a curve that a row keeps
 
 
@@ -29,6 +36,20 @@ def compile_s(lines: Sequence[Mapping[str, Any]]) -> float:
     steps = [line["time/step"] for line in lines if line["stage"] == "rl"]
     usual = statistics.median(steps) if steps else 0.0
     return round(sum(step - usual for step in steps if step > 2 * usual), 1)
+
+
+def watched(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """[Mean over the first WINDOW batches, over the last] of what tells of a collapse, where it was measured."""
+    trained, found = [line for line in lines if line["stage"] == "rl"], {}
+    for name, metric in WATCHED.items():
+        ends = [[line[metric] for line in part if line.get(metric) is not None] for part in _ends(trained)]
+        if all(ends):
+            found[name] = [round(statistics.mean(end), 4) for end in ends]
+    return found
+
+
+def _ends(lines: Sequence) -> tuple[Sequence, Sequence]:
+    return lines[:WINDOW], lines[-WINDOW:]
 
 
 def read(unit: sweep.Unit, folder: pathlib.Path) -> dict[str, Any] | None:
@@ -51,6 +72,7 @@ def read(unit: sweep.Unit, folder: pathlib.Path) -> dict[str, Any] | None:
         "evaluate_s": round(seconds.get("evaluate", 0.0), 1),
         "compile_s": compile_s(lines),
         "updates": len(curve),
+        "watched": watched(lines),
         "curve": [[p.tokens, round(p.seconds, 1), round(p.success, 4)] for p in aggregate.thin(curve, POINTS)],
         "dropped": {name: count for name, count in ledger["dropped"].items() if count},
     }
@@ -115,13 +137,15 @@ def row_of(runs: Sequence[Mapping[str, Any]], tokens: int | None) -> dict[str, A
     }
 
 
-def summarise(runs: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, int]]:
-    """A row for each arm at each horizon, and the tokens at which they are compared by horizon."""
+def summarise(
+    runs: Sequence[Mapping[str, Any]], arms: Sequence[str] = tuple(ARMS)
+) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """A row for each arm at each horizon, in the order of `arms`, and the tokens at which they are compared there."""
     equal = equal_tokens(runs)
-    places = sorted({(run["horizon"], list(ARMS).index(run["arm"])) for run in runs})
+    places = sorted({(run["horizon"], arms.index(run["arm"])) for run in runs})
     rows = []
     for horizon, index in places:
-        mine = [run for run in runs if (run["horizon"], run["arm"]) == (horizon, list(ARMS)[index])]
+        mine = [run for run in runs if (run["horizon"], run["arm"]) == (horizon, arms[index])]
         rows.append(row_of(mine, equal.get(horizon)))
     return rows, equal
 
