@@ -39,3 +39,16 @@ def test_rows_by_a_budget_are_refused_where_they_would_be_split(tmp_path):
     config.rl.row_tokens = 200
     with pytest.raises(base.InputError, match=r"mesh.data and mesh.fsdp would split in 8"):
         setup.make_parts(config)
+
+
+@pytest.mark.slow
+def test_hint_tokens_are_counted_where_hints_are_read(tmp_path, monkeypatch):
+    one_device = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(setup.sharding, "make_mesh", one_device)
+    spent = {}
+    for name in ("textual_feedback", "locator_penalty", "rlsd"):
+        config = tiny(tmp_path / name)
+        config.credit.name = name
+        config.rl.updates = 1
+        spent[name] = train.run(config, present.open_folder(config, name=name))["ledger"]["tokens"]["hint"]
+    assert spent["textual_feedback"] == spent["rlsd"] > 0 == spent["locator_penalty"]  # the same first batch

@@ -133,7 +133,8 @@ class Trainer:
         rollout, more = self.maker.sample(
             state, rollout_lib.trim(rollout), transcripts, jax.random.fold_in(key, 2**31 - 2)
         )
-        self.run.ledger.add(generated=int(more.get("continuations/sampled_tokens", 0)))
+        drawn, read = (int(more.get(f"continuations/{name}", 0)) for name in ("sampled_tokens", "read_tokens"))
+        self.run.ledger.add(generated=drawn, scored=read)
         return rollout, transcripts, scalars | more
 
     def _play(self, params, batch, key):
@@ -163,6 +164,8 @@ class Trainer:
         if not columns:
             return rollout
         self.run.ledger.add(scored=int(np.sum(rollout.length_B)) * len(columns))
+        if {"view_logp_KU", "view_kl_KU"} & set(columns):
+            self.run.ledger.add(hint=views.extra_tokens(base.given(rollout.views, "views")))
         return self._annotate(state, rollout, columns, readings)
 
     def _annotate(self, state: base.TrainState, rollout: base.Rollout, columns: list[str], readings=None):
@@ -246,7 +249,6 @@ class Trainer:
             ask = functools.partial(writer.write, state.params, self.parts.sampler, key=key, **bound)
             writing = dataclasses.replace(writing, policy=ask)
         rollout, written, counts = feedback.add(rollout, transcripts, self.parts.chat, writing, seed=seed)
-        self.run.ledger.add(hint=views.extra_tokens(base.given(rollout.views, "views")))
         self.run.ledger.drop("located turns beyond feedback.per_rollout", int(counts["feedback/left_out"]))
         self.run.ledger.drop("located turns with an empty hint", int(counts["feedback/empty_hints"]))
         counts |= diagnostics.located(transcripts, [finding for finding, _ in written])
@@ -303,6 +305,8 @@ class Trainer:
         with ledger.phase("train"):
             for part, scores, rows in minibatches(rollout, credit, self.config, step, self.rows):
                 ledger.add(trained=int(np.sum(part.length_B)))
+                if scores.view_weight_K is not None:
+                    ledger.add(hint=views.extra_tokens(base.given(part.views, "views")))
                 plan = self.plan(part)
                 part, scores = sharding.put_rows((part, scores), self.parts.mesh)
                 state, found = self.update(state, part, scores, plan)
