@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rsi_jax.evals import fidelity
-
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
@@ -93,12 +91,14 @@ def judge(claim: Claim, read: Read) -> dict[str, Any] | None:
 
     Row: claim, left, right (in words), difference [mean, low, high], seeds, holds.
     """
+    from rsi_jax.evals.fidelity import interval
+
     left = read(claim.left)
     right = read(claim.right) if isinstance(claim.right, Reading) else [claim.right] * len(left or ())
     if left is None or right is None:
         return None
     differences = [x - y for x, y in zip(left, right, strict=True)]
-    mean, low, high = fidelity.interval(differences)
+    mean, low, high = interval(differences)
     holds = max(map(abs, differences)) <= 1e-5 if claim.equal else low > 0
     return {
         "claim": claim.text,

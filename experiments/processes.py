@@ -17,7 +17,11 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # XLA 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a process ended. code: as subprocess has it, -n for signal n. seconds: of wall time."""
+    """How a process ended. code: as subprocess has it, -n for signal n. seconds: of wall time.
+
+    peak_gib: memory that it held at most, as of the last look at it. (The system's own figure at the end is of no use:
+    it begins with what the parent held.)
+    """
 
     code: int
     seconds: float
@@ -36,7 +40,7 @@ class Child:
         environ = os.environ | dict.fromkeys(THREADS, str(len(cores)))
         with out.open("wb") as stdout, log.open("ab") as stderr:
             self._process = subprocess.Popen(leash, stdout=stdout, stderr=stderr, env=environ, start_new_session=True)
-        self.pid, self._began = self._process.pid, time.monotonic()
+        self.pid, self._began, self._peak = self._process.pid, time.monotonic(), 0.0
 
     @property
     def seconds(self) -> float:
@@ -45,15 +49,19 @@ class Child:
 
     def poll(self) -> Ended | None:
         """How it ended; None while it runs. Asked again after the end: an error of the system."""
-        pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        self._peak = max(self._peak, self._held("VmHWM"))
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
         if not pid:
             return None
         self._process.returncode = os.waitstatus_to_exitcode(status)
-        return Ended(self._process.returncode, self.seconds, usage.ru_maxrss * 1024 / GIB)
+        return Ended(self._process.returncode, self.seconds, self._peak)
 
     def resident_gib(self) -> float:
         """Memory that it holds now."""
-        return _field(pathlib.Path(f"/proc/{self.pid}/status"), "VmRSS")
+        return self._held("VmRSS")
+
+    def _held(self, name: str) -> float:
+        return _field(pathlib.Path(f"/proc/{self.pid}/status"), name)
 
     def ask_to_stop(self) -> None:
         """Asks it to save and end."""

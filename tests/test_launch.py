@@ -260,3 +260,10 @@ def test_a_child_that_ignores_the_signal_is_killed(tmp_path):
     child.stop(0.2)
     assert child.seconds < 30 and not os.path.exists(f"/proc/{child.pid}")
     assert processes.available_gib() > 0
+
+
+def test_the_peak_of_a_run_is_its_own_not_that_of_who_started_it(tmp_path):
+    held = bytearray(400 * 2**20)  # touched: resident in this process
+    sweep.run(make(tmp_path, {"a": ["gib=0.1", "sleep=0.3", "steps=1"]}), units("a"))
+    (row,) = cli.read_rows(tmp_path / "rows.jsonl")
+    assert len(held) > 0 and 0.1 < row["peak_gib"] < 0.3
