@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import claims, cli
+from experiments import claims, cli, sweep
 
 FLAGS = cli.Flags()
 _ONLY = FLAGS.list("only", [], "claims to check, by the beginning of their names (default: all)")
@@ -80,11 +80,7 @@ def hardware() -> str:
 
 def check(chosen: Sequence[claims.Claim]) -> list[dict[str, Any]]:
     """Runs each command once and judges its claims."""
-    from rsi_jax import report
-
-    about = report.environment()
-    commit = (about["revision"] or "none")[:8] + ("+" if about["changed_files"] else "")
-    rows = []
+    commit, rows = sweep.commit(), []
     for command in dict.fromkeys(claim.command for claim in chosen):
         mine = [claim for claim in chosen if claim.command == command]
         print(f"running python -m {command}", file=sys.stderr, flush=True)

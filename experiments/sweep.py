@@ -156,6 +156,14 @@ def append(results: pathlib.Path, row: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def commit() -> str:
+    """The revision that runs now, 8 digits, with a '+' where files have changed since; 'none' without git."""
+    from rsi_jax import report
+
+    about = report.environment(packages=())
+    return (about["revision"] or "none")[:8] + ("+" if about["changed_files"] else "")
+
+
 def rows_of(results: pathlib.Path, units: Sequence[Unit]) -> list[dict[str, Any]]:
     """The rows of these units, in their order."""
     found = {row["digest"]: row for row in cli.read_rows(results) if "digest" in row}
@@ -196,6 +204,7 @@ class Runner:
         self.running: dict[Unit, tuple[processes.Child, list[int]]] = {}
         self.tries = dict.fromkeys(units, 0)
         self.failed: list[str] = []
+        self.commit = commit()
         self.need = max([sweep.unit_gib, *(row.get("peak_gib", 0.0) for row in cli.read_rows(sweep.results))])
         self.spent: list[tuple[float, float]] = []  # (seconds, minutes said) of each run that ended here
 
@@ -273,7 +282,8 @@ class Runner:
         cost = {"wall_s": round(ended.seconds, 1), "peak_gib": round(ended.peak_gib, 3)}
         made = {"name": unit.name, "seed": unit.seed, "digest": unit.digest, "overrides": list(unit.overrides)}
         # What a run says of itself under these names (its own digest, its own wall time) gives way.
-        row = dict(unit.fields) | dict(measured) | made | cost | {"date": time.strftime("%Y-%m-%d")}
+        origin = {"commit": self.commit, "date": time.strftime("%Y-%m-%d")}
+        row = dict(unit.fields) | dict(measured) | made | cost | origin
         append(self.sweep.results, row)
         shown.say(f"done {unit.name}" + (f": diverged, {measured['diverged']}" if "diverged" in measured else ""))
 
