@@ -155,22 +155,35 @@ def span_mask(views: base.Views, span: int) -> jax.Array:
     return (offset_U < views.span_length_K[:, None]) & (first_K > 0)
 
 
-def _take(states_RPD: jax.Array, row_K: jax.Array, first_K: jax.Array, count: int) -> jax.Array:
-    """States at `count` places from `first` on, in a row of each view [K, count, D]."""
-    at_KU = first_K[:, None] + jnp.arange(count)
-    return states_RPD[row_K[:, None], jnp.clip(at_KU, 0, states_RPD.shape[1] - 1)]
+def _take(states_RPD: jax.Array, row_K: jax.Array | None, first_K: jax.Array, count: int) -> jax.Array:
+    """States at `count` places from `first` on, in a row of each view [K, count, D].
+
+    row_K: None = the views are those of row 0, row 1, ..., as many of each: rows split over devices then stay so.
+    """
+    R, P, *rest = states_RPD.shape
+    at_KU = jnp.clip(first_K[:, None] + jnp.arange(count), 0, P - 1)
+    if row_K is not None:
+        return states_RPD[row_K[:, None], at_KU]
+    taken = jnp.take_along_axis(states_RPD, at_KU.reshape(R, -1, *[1] * len(rest)), axis=1)
+    return taken.reshape(*at_KU.shape, *rest)
+
+
+def _rows(rollout: base.Rollout, views: base.Views) -> tuple[jax.Array | None, base.Layout]:
+    """The row of each view, None where every rollout has its own; and the layout."""
+    layout = packing.layout_of(rollout)
+    return None if rollout.layout is None else layout.row_B[views.rollout_K], layout
 
 
 def span_tokens(tokens_BT: jax.Array, views: base.Views, span: int) -> jax.Array:
     """The sampled tokens of each span [K, U]."""
-    return _take(tokens_BT, views.rollout_K, views.span_start_K, span)
+    return _take(tokens_BT, None, views.span_start_K, span)
 
 
 def student_states(hidden_RPD: jax.Array, rollout: base.Rollout, span: int) -> jax.Array:
     """The states on the trunk that predict each span token, without the hint [K, U, D]."""
-    views, layout = base.given(rollout.views, "views"), packing.layout_of(rollout)
-    row_K, start_K = layout.row_B[views.rollout_K], layout.start_B[views.rollout_K]
-    return _take(hidden_RPD, row_K, start_K + views.span_start_K - 1, span)
+    views = base.given(rollout.views, "views")
+    row_K, layout = _rows(rollout, views)
+    return _take(hidden_RPD, row_K, layout.start_B[views.rollout_K] + views.span_start_K - 1, span)
 
 
 def read(
@@ -197,7 +210,7 @@ def teacher_states(params, config: transformer.Config, rollout: base.Rollout, sp
     rows = transformer.Rows(tokens_KW, positions_KW, attention.causal_ranges(length_K, tokens_KW.shape[1]))
     hidden_KWD = transformer.hidden_states(params, config, rows)
     first_K = views.span_start_K + views.hint_length_K - 1
-    return jax.lax.stop_gradient(_take(hidden_KWD, jnp.arange(len(tokens_KW)), first_K, span))
+    return jax.lax.stop_gradient(_take(hidden_KWD, None, first_K, span))
 
 
 def span_states(hidden_RPD: jax.Array, branch_RQD: jax.Array, rollout: base.Rollout, span: int) -> jax.Array:
@@ -216,13 +229,13 @@ def hint_states(params, config: transformer.Config, rollout: base.Rollout) -> ja
 
 def _branch_states(hidden_RPD, branch_RQD, rollout: base.Rollout, first_K: jax.Array, count: int) -> jax.Array:
     """States at `count` places of each branch, counted from its start; -1 is the trunk's token before the branch."""
-    views, layout = base.given(rollout.views, "views"), packing.layout_of(rollout)
-    row_K, start_K = layout.row_B[views.rollout_K], layout.start_B[views.rollout_K]
+    views = base.given(rollout.views, "views")
+    row_K, layout = _rows(rollout, views)
     on_branch_KUD = _take(branch_RQD, row_K, layout.at_K + first_K, count)
     # An empty hint right at its span (-1): the last token of the trunk before it predicts.
-    on_trunk_KD = hidden_RPD[row_K, jnp.maximum(start_K + views.insert_at_K - 1, 0)]
+    on_trunk_K1D = _take(hidden_RPD, row_K, layout.start_B[views.rollout_K] + views.insert_at_K - 1, 1)
     forked_KU = first_K[:, None] + jnp.arange(count) >= 0
-    return jax.lax.stop_gradient(jnp.where(forked_KU[..., None], on_branch_KUD, on_trunk_KD[:, None]))
+    return jax.lax.stop_gradient(jnp.where(forked_KU[..., None], on_branch_KUD, on_trunk_K1D))
 
 
 def extra_tokens(views: base.Views) -> int:
