@@ -88,7 +88,7 @@ def _forward(head: Head, top_k: int, hidden_ND, unembed_DV, target_N):
         if top_k:
             value_CK, id_CK = vocabulary.top(head, logit_CV, top_k)
             best = vocabulary.log_softmax(value_CK, norm), id_CK
-        return Scores(logp_C, norm.log_total_N - mean_C, sum(norm), *best), norm
+        return Scores(logp_C, norm.log_total_N - mean_C, norm.top_N + norm.log_total_N, *best), norm
 
     scores, norm = vocabulary.over_chunks(head, unembed_DV.shape[1], score, hidden_ND, target_N)
     return scores, (hidden_ND, unembed_DV, target_N, norm, scores.entropy_N)
