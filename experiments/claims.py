@@ -90,6 +90,21 @@ def at(*path: str) -> Callable[[Line], Reading | None]:
     return read
 
 
+def of_row(name: str) -> Callable[[Line], Reading | None]:
+    """Reads a number of the first row of a benchmark."""
+    return lambda line: at(name)(line["rows"][0]) if line.get("rows") else None
+
+
+def _benchmark(name: str, text: str, command: str, low: float, high: float) -> Claim:
+    """A claim on a number of a benchmark's row, asked for by the issue that built it."""
+    named = f"{command.split()[0].removeprefix('experiments.')}/{name}"
+    return Claim(named, text, "our own requirement", command, of_row(name), low=low, high=high, minutes=6)
+
+
+_RESCORE = "experiments.bench_rescore --tokens=8192 --hints=32 --repeats=1"
+_LOGPROB = "experiments.bench_logprob --repeats=1"
+
+
 def _fidelity() -> tuple[Claim, ...]:
     """The claims of `experiments.credit_fidelity`: the number is the paired difference of two arms."""
 
@@ -136,5 +151,9 @@ REGISTERED: tuple[Claim, ...] = (
         high=1e-5,
         minutes=3,
     ),
+    _benchmark("share", "32 hints in 8,192 tokens: at least 80% of the speed-up in FLOPs", _RESCORE, 0.8, math.inf),
+    _benchmark("max_abs_diff", "and every state is that of a separate reading", _RESCORE, 0.0, 1e-5),
+    _benchmark("memory_ratio", "log-probs of 32,768 words in a twentieth of the memory", _LOGPROB, 0.0, 0.05),
+    _benchmark("divergence_ratio", "the full KL costs at most 2.2 log-probs", _LOGPROB, 0.0, 2.2),
     *_fidelity(),
 )
