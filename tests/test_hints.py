@@ -119,7 +119,8 @@ def test_writers_say_what_they_are_for():
     )
     assert policy == ["0 0 failed_tool_call", "0 1 malformed_call", "1 1 failed_tool_call"]
     first = [found()[0][0]]
-    assert write("wrong", first) == ["reminder tools search vim edit rg"]  # the same names, each for another purpose
+    # Row 2 has another editor; no row another searcher, so that gets the name of the next purpose.
+    assert write("wrong", first) == ["reminder tools search vim edit sed"]
     for name in (*hints.WRITERS, "policy"):
         assert write(name, [], policy=lambda *_: 1 / 0) == []
 
@@ -129,7 +130,23 @@ def test_a_listing_is_the_one_in_force_at_the_turn():
     for turn, want in enumerate(("search rg edit vim", "search ag edit vim", "search ag edit vim")):
         finding = [locate.Finding(0, turn, "failed_tool_call")]
         assert hints.write("template", finding, [made], TEMPLATES, seed="s") == [f"reminder tools {want}"]
-    assert hints.write("wrong", finding, [made], TEMPLATES, seed="s") == ["reminder tools search vim edit ag"]
+    # The old name of what was renamed is a wrong one.
+    assert hints.write("wrong", finding, [made], TEMPLATES, seed="s") == ["reminder tools search rg edit ag"]
+
+
+def test_wrong_hints_name_no_tool_that_is_right_where_other_rollouts_list_others():
+    names = {p: [f"{p}{i}" for i in range(4)] for p in ("search", "edit", "list")}
+    batch = [transcript(0, ("x", "tool not found")) for _ in range(4)]
+    for i, one in enumerate(batch):
+        line = " ".join(["tools", *(f"{p} {names[p][(i + j) % 4]}" for j, p in enumerate(names))])
+        one.turns[0].shown = [message(line, "system")]
+    findings = [locate.Finding(row, 0, "failed_tool_call") for row in range(4)]
+    for made, right in zip(
+        *(hints.write(n, findings, batch, TEMPLATES, seed="s") for n in ("wrong", "template")), strict=True
+    ):
+        assert made.split()[::2][1:] == right.split()[::2][1:] and not set(made.split()[3::2]) & set(
+            right.split()[3::2]
+        )
 
 
 def test_irrelevant_words_are_as_many_as_the_hint_has():

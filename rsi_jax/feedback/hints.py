@@ -26,8 +26,9 @@ PolicyWriter = Callable[[Sequence[Finding], Sequence[base.Transcript]], list[str
 @dataclasses.dataclass(frozen=True)
 class Templates:
     """Texts by rule. Placeholders: {tools} the prompt's line that lists the tools, brought up to date by lines that
-    start with 'renamed', {wrong_tools} the same with the names rotated by one, {right} the right action as the
-    environment knows it.
+    start with 'renamed', {wrong_tools} the same with other names: for each purpose one that the prompt of a rollout of
+    the batch lists for it and that is not in force here, or else the name of the next purpose (among rotated names a
+    model that knows which go with a purpose finds the right one), {right} the right action as the environment knows it.
 
     irrelevant: words on another subject, repeated or cut to the length of the hint they stand for.
     """
@@ -52,16 +53,24 @@ def fill(text: str, values: Mapping[str, str], what: str, known: Sequence[str]) 
 
 def _listing(transcript: base.Transcript, turn: int) -> str:
     """The line of the prompt that starts with 'tools'; lines 'renamed PURPOSE NAME ...' shown since then update it."""
-    prompt, *later = ([line for m in t.shown for line in m["content"].splitlines()] for t in transcript.turns)
-    listing = next((line for line in prompt if line.lower().startswith("tools")), None)
+    listing = _prompt_listing(transcript)
+    tools, later = dict(_pairs(listing)), transcript.turns[1 : turn + 1]
+    for line in (line for record in later for line in _lines(record) if line.lower().startswith("renamed ")):
+        tools |= {purpose: name for purpose, name in _pairs(line) if purpose in tools}
+    return listing if tools == dict(_pairs(listing)) else _line(listing, tools)
+
+
+def _lines(record: base.TurnRecord) -> list[str]:
+    return [line for message in record.shown for line in message["content"].splitlines()]
+
+
+def _prompt_listing(transcript: base.Transcript) -> str:
+    listing = next((line for line in _lines(transcript.turns[0]) if line.lower().startswith("tools")), None)
     if listing is None:
         raise base.InputError(
             f"task {transcript.seed}: a hint wants {{tools}}, but no line of the prompt starts with 'tools'"
         )
-    tools = dict(_pairs(listing))
-    for line in (line for lines in later[:turn] for line in lines if line.lower().startswith("renamed ")):
-        tools |= {purpose: name for purpose, name in _pairs(line) if purpose in tools}
-    return listing if tools == dict(_pairs(listing)) else _line(listing, tools)
+    return listing
 
 
 def _pairs(line: str) -> list[tuple[str, str]]:
@@ -73,17 +82,22 @@ def _line(listing: str, tools: Mapping[str, str]) -> str:
     return " ".join([listing.split()[0], *(f"{purpose} {name}" for purpose, name in tools.items())])
 
 
-def _rotated(listing: str) -> str:
+def _misleading(listing: str, transcripts: Sequence[base.Transcript]) -> str:
     tools = dict(_pairs(listing))
     names = list(tools.values())
-    return _line(listing, dict(zip(tools, names[1:] + names[:1], strict=True)))
+    wrong = dict(zip(tools, names[1:] + names[:1], strict=True))
+    for other in transcripts:
+        elsewhere = dict(_pairs(_prompt_listing(other)))
+        wrong |= {p: name for p, name in elsewhere.items() if p in tools and wrong[p] in names and name not in names}
+    return _line(listing, wrong)
 
 
-def _fill(template: str, transcript: base.Transcript, turn: int) -> str:
-    values = {}
+def _fill(template: str, transcripts: Sequence[base.Transcript], finding: Finding) -> str:
+    values, transcript, turn = {}, transcripts[finding.row], finding.turn
     if "{tools}" in template or "{wrong_tools}" in template:
         values["tools"] = _listing(transcript, turn)
-        values["wrong_tools"] = _rotated(values["tools"])
+    if "{wrong_tools}" in template:
+        values["wrong_tools"] = _misleading(values["tools"], transcripts)
     if "{right}" in template:
         if "right" not in transcript.turns[turn].info:
             raise base.InputError(f"task {transcript.seed}: a hint wants {{right}}, but its environment names none")
@@ -94,7 +108,7 @@ def _fill(template: str, transcript: base.Transcript, turn: int) -> str:
 def _by_rule(texts: Mapping[str, str], finding: Finding, transcripts) -> str:
     if not texts.get(finding.rule):
         raise base.InputError(f"rule {finding.rule!r} has no hint text: set feedback.templates.{finding.rule}")
-    return _fill(texts[finding.rule], transcripts[finding.row], finding.turn)
+    return _fill(texts[finding.rule], transcripts, finding)
 
 
 def template(findings, transcripts, templates: Templates, seed: str) -> list[str]:
@@ -130,7 +144,7 @@ def wrong(findings, transcripts, templates: Templates, seed: str) -> list[str]:
 
 def oracle(findings, transcripts, templates: Templates, seed: str) -> list[str]:
     """Writes the right action itself."""
-    return [_fill(templates.oracle, transcripts[finding.row], finding.turn) for finding in findings]
+    return [_fill(templates.oracle, transcripts, finding) for finding in findings]
 
 
 WRITERS = {writer.__name__: writer for writer in (template, empty, irrelevant, shuffled, wrong, oracle)}
