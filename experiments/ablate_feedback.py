@@ -34,16 +34,7 @@ def unit(asked: sweep.Sweep, name: str, horizon: int, seed: int, rl_minutes: flo
     warmed = (*size.overrides(horizon), *shape, *([f"lm.updates={updates}"] if updates else []))
     label = f"warm_up{f'_{updates}' if updates else ''}/{horizon}/{seed}"
     after = sweep.Unit(label, feedback_factors.CONFIG, (*warmed, "stages=('lm',)"), seed, minutes=2)
-    overrides = (
-        *warmed,
-        "evaluation.every=0",
-        f"evaluation.final_episodes={ablate_horizon.EPISODES}",
-        "rl.updates=100000",
-        "rl.schedule=constant",
-        f"rl.max_minutes={rl_minutes}",
-        f"init_from={asked.place(after)}",
-        *knobs,
-    )
+    overrides = (*warmed, *ablate_horizon.MEASURE, *ablate_horizon.rl_from(asked, after, rl_minutes), *knobs)
     fields = {"arm": name, "factor": factor, "horizon": horizon, "knobs": list(knobs)}
     return sweep.Unit(f"{name}/{horizon}/{seed}", feedback_factors.CONFIG, overrides, seed, fields, 6, (after,))
 

@@ -66,6 +66,19 @@ def warm_up(arm: str, horizon: int, seed: int, shape: Shape) -> sweep.Unit:
     )
 
 
+def rl_from(asked: sweep.Sweep, after: sweep.Unit, rl_minutes: float) -> tuple[str, ...]:
+    """RL from a warm-up for a wall time, with no schedule that would need to know how many updates that is."""
+    return (
+        "rl.updates=100000",
+        "rl.schedule=constant",
+        f"rl.max_minutes={rl_minutes}",
+        f"init_from={asked.place(after)}",
+    )
+
+
+MEASURE = ("evaluation.every=0", f"evaluation.final_episodes={EPISODES}")  # before and after, not in between
+
+
 def unit(
     asked: sweep.Sweep, name: str, horizon: int, seed: int, trial: int, shape: Shape, *, tried=False
 ) -> sweep.Unit:
@@ -75,16 +88,14 @@ def unit(
     overrides = [
         *size.overrides(horizon),
         *shape.overrides,
-        "evaluation.every=0",
-        f"evaluation.final_episodes={EPISODES}",
+        *MEASURE,
     ]
     if arm.sft:  # the warm-up alone, a longer one
         overrides.append(f"lm.updates={round(size.sft * shape.sft_share)}")
         after = ()
     else:
         after = (warm_up(name, horizon, seed, shape),)
-        overrides += ["rl.updates=100000", "rl.schedule=constant", f"rl.max_minutes={rl_minutes}"]
-        overrides.append(f"init_from={asked.place(after[0])}")
+        overrides += rl_from(asked, after[0], rl_minutes)
     knobs = arm.trials[trial]
     fields = {"arm": name, "horizon": horizon, "knobs": list(knobs), "trial": trial}
     label = f"{name}/{horizon}/{seed}" + (f"/trial {trial}" if tried else "")

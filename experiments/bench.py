@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,28 @@ def timed(function: Callable[..., Any], args: tuple[Any, ...], repeats: int) -> 
         cpus.append(time.process_time() - cpu)
     memory = compiled.memory_analysis()
     return Timing(result, first_s, statistics.median(walls), statistics.median(cpus), memory.temp_size_in_bytes)
+
+
+def by_turns(functions: Mapping[Any, Callable[..., Any]], args: tuple[Any, ...], repeats: int) -> dict[Any, Timing]:
+    """Compiles programs of the same arguments and runs them by turns, 1 + `repeats` times; no results are kept."""
+    import jax
+
+    compiled, first, times = {}, {}, {name: [] for name in functions}
+    for name, function in functions.items():
+        begun = time.perf_counter()
+        compiled[name] = jax.jit(function).lower(*args).compile()
+        jax.block_until_ready(compiled[name](*args))
+        first[name] = time.perf_counter() - begun
+    for _ in range(repeats):
+        for name, run in compiled.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            jax.block_until_ready(run(*args))
+            times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    found = {}
+    for name, run in compiled.items():
+        wall_s, cpu_s = (statistics.median(column) for column in zip(*times[name], strict=True))
+        found[name] = Timing(None, first[name], wall_s, cpu_s, run.memory_analysis().temp_size_in_bytes)
+    return found
 
 
 def places(tokens: int, hints: int, span: int) -> np.ndarray:

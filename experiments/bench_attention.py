@@ -10,14 +10,12 @@ stdout ends with one JSON line: rows, a list of {row, program, pass, visible (sh
 temp_mib, wall_over_chunked, cpu_over_chunked}.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from experiments import cli
+from experiments import bench, cli
 
 FLAGS = cli.Flags()
 _TOKENS = FLAGS.integer("tokens", 4096, "tokens of the row", lower_bound=32)
@@ -70,31 +68,15 @@ def programs(row: str, tokens: int, scale: float) -> dict[str, Callable]:
     return found
 
 
-def measure(functions: Mapping[tuple[str, str], Callable], arguments: Sequence, repeats: int) -> dict[Any, tuple]:
-    """Compiles, and runs by turns: per function (median wall ms, median CPU ms of the process, MiB of temporaries)."""
-    import jax
-
-    compiled = {name: jax.jit(function).lower(*arguments).compile() for name, function in functions.items()}
-    times = {name: [] for name in functions}
-    for turn in range(1 + repeats):
-        for name, function in compiled.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            jax.block_until_ready(function(*arguments))
-            if turn:
-                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    medians = {name: [1000 * statistics.median(x) for x in zip(*found, strict=True)] for name, found in times.items()}
-    temps = {name: function.memory_analysis().temp_size_in_bytes / 2**20 for name, function in compiled.items()}
-    return {name: (*medians[name], temps[name]) for name in functions}
-
-
-def results(row: str, visible: float, found: Mapping[tuple[str, str], tuple]) -> list[dict[str, Any]]:
+def results(row: str, visible: float, found: Mapping[tuple[str, str], bench.Timing]) -> list[dict[str, Any]]:
     """Makes the lines of a row: what was measured, and how many times as long as chunked it took."""
     lines = []
-    for (program, name), (wall, cpu, temp) in found.items():
-        chunked_wall, chunked_cpu, _ = found["chunked", name]
+    for (program, name), one in found.items():
+        chunked = found["chunked", name]
         line = {"row": row, "program": program, "pass": name, "visible": visible}
-        line |= {"wall_ms": wall, "cpu_ms": cpu, "temp_mib": temp}
-        lines.append(line | {"wall_over_chunked": wall / chunked_wall, "cpu_over_chunked": cpu / chunked_cpu})
+        line |= {"wall_ms": 1000 * one.wall_s, "cpu_ms": 1000 * one.cpu_s, "temp_mib": one.temp_bytes / 2**20}
+        ratios = {"wall_over_chunked": one.wall_s / chunked.wall_s, "cpu_over_chunked": one.cpu_s / chunked.cpu_s}
+        lines.append(line | ratios)
     return lines
 
 
@@ -120,7 +102,7 @@ def main(_) -> None:
         for name, program in programs(row, tokens, size**-0.5).items():
             functions |= {(name, "forward"): program, (name, "with gradient"): with_gradient(program)}
         ranges = attention.Ranges(*(jnp.asarray(x)[None] for x in ranges_4T))
-        lines += results(row, visible_share(ranges_4T), measure(functions, (q, k, v, ranges), _REPEATS.value))
+        lines += results(row, visible_share(ranges_4T), bench.by_turns(functions, (q, k, v, ranges), _REPEATS.value))
     title = f"{tokens:,} tokens, {heads} heads on {kv_heads} of size {size}, on {jax.devices()[0].device_kind}"
     head = ("row", "program", "pass", "visible", "ms", "CPU ms", "temp MiB", "ms / chunked", "CPU / chunked")
     metrics.table(title, head, [tuple(line.values()) for line in lines])

@@ -14,12 +14,9 @@ divergence_ratio (CPU seconds, divergence / op), max_abs_err (logp, entropy and 
 chunks of 16, against float64).
 """
 
-import statistics
-import time
-
 import numpy as np
 
-from experiments import cli
+from experiments import bench, cli
 
 FLAGS = cli.Flags()
 _TOKENS = FLAGS.integer("tokens", 4096, "tokens scored", lower_bound=1)
@@ -72,26 +69,6 @@ def programs(chunk: int):
     return {AT_ONCE: at_once, OPTAX: by_optax, CHECKPOINT: checkpointed, OP: op, DIVERGENCE: kl}
 
 
-def measure(functions, arrays, repeats: int) -> dict[str, tuple[float, float, int]]:
-    """Compiles and runs each in turn: {name: (median wall seconds, median CPU seconds, temporary bytes)}."""
-    import jax
-
-    compiled = {
-        name: jax.jit(jax.value_and_grad(fn, (0, 1))).lower(*arrays).compile() for name, fn in functions.items()
-    }
-    times = {name: [] for name in compiled}
-    for _ in range(1 + repeats):
-        for name, run in compiled.items():
-            begun = time.perf_counter(), time.process_time()
-            jax.block_until_ready(run(*arrays))
-            times[name].append((time.perf_counter() - begun[0], time.process_time() - begun[1]))
-    found = {}
-    for name, run in compiled.items():
-        wall_s, cpu_s = (statistics.median(column) for column in zip(*times[name][1:], strict=True))
-        found[name] = wall_s, cpu_s, run.memory_analysis().temp_size_in_bytes
-    return found
-
-
 def in_float64(hidden_ND, unembed_DV, target_N):
     """The definition: (logp_N, entropy_N, gradient of the hidden states, gradient of the unembedding)."""
     hidden_ND, unembed_DV = np.float64(hidden_ND), np.float64(unembed_DV)
@@ -125,26 +102,27 @@ def max_abs_err(hidden_ND, unembed_DV, target_N) -> float:
     return max(float(np.max(np.abs(np.asarray(a) - b))) for a, b in zip(found, want, strict=True))
 
 
-def bench(tokens: int, width: int, vocab: int, chunk: int, repeats: int) -> dict[str, float]:
+def measure(tokens: int, width: int, vocab: int, chunk: int, repeats: int) -> dict[str, float]:
     """Measures one vocabulary: prints its table and returns its row."""
     import jax
 
     from rsi_jax import metrics
 
     hidden_ND, unembed_DV, target_N, teacher_ND = drawn = states(tokens, width, vocab)
-    found = measure(programs(chunk), jax.device_put(drawn), repeats)
-    _, base_s, base_bytes = found[AT_ONCE]
+    graded = {name: jax.value_and_grad(program, (0, 1)) for name, program in programs(chunk).items()}
+    found = bench.by_turns(graded, jax.device_put(drawn), repeats)
+    base_s, base_bytes = found[AT_ONCE].cpu_s, found[AT_ONCE].temp_bytes
     rows = [
-        (name, wall_s, cpu_s, temp / 2**20, cpu_s / base_s, temp / base_bytes)
-        for name, (wall_s, cpu_s, temp) in found.items()
+        (name, x.wall_s, x.cpu_s, x.temp_bytes / 2**20, x.cpu_s / base_s, x.temp_bytes / base_bytes)
+        for name, x in found.items()
     ]
     title = f"{tokens:,} tokens, width {width}, {vocab:,} words on {jax.devices()[0].device_kind}"
     metrics.table(title, ("program", "wall, s", "CPU, s", "temp, MiB", "CPU ratio", "temp ratio"), rows)
     return {
         "tokens": tokens, "width": width, "vocab": vocab,
-        "time_ratio": found[OP][1] / base_s, "memory_ratio": found[OP][2] / base_bytes,
-        "checkpoint_ratio": found[OP][1] / found[CHECKPOINT][1],
-        "divergence_ratio": found[DIVERGENCE][1] / found[OP][1],
+        "time_ratio": found[OP].cpu_s / base_s, "memory_ratio": found[OP].temp_bytes / base_bytes,
+        "checkpoint_ratio": found[OP].cpu_s / found[CHECKPOINT].cpu_s,
+        "divergence_ratio": found[DIVERGENCE].cpu_s / found[OP].cpu_s,
         "max_abs_err": max_abs_err(hidden_ND[:CHECKED], unembed_DV, target_N[:CHECKED]),
     }  # fmt: skip
 
@@ -155,7 +133,7 @@ def main(_) -> None:
     if not all(text.isdecimal() and int(text) for text in _VOCAB.value):
         raise base.InputError(f"--vocab={','.join(_VOCAB.value)} must be positive integers")
     sizes = [int(text) for text in _VOCAB.value]
-    rows = [bench(_TOKENS.value, _WIDTH.value, vocab, _CHUNK.value, _REPEATS.value) for vocab in sizes]
+    rows = [measure(_TOKENS.value, _WIDTH.value, vocab, _CHUNK.value, _REPEATS.value) for vocab in sizes]
     metrics.finish({"rows": rows})
 
 

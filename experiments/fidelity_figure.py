@@ -4,6 +4,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments import plots
+
 # Colours of the lines, apart for the colour-blind too.
 LINES = {
     "reinforce": "#9aa0a6",
@@ -14,7 +16,6 @@ LINES = {
     "cocoa": "#c1502e",
     "cocoa, counted": "#e39a80",
 }
-SMALL = 8
 
 
 def heading(world: str, horizon: int) -> str:
@@ -32,12 +33,7 @@ def written(row: Mapping[str, Any]) -> str:
 
 def draw(rows: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
     """Draws the cosine of every variant in every world, then cosine by horizon and gradient cosine by tokens."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "rsi_jax", "svg.fonttype": "none", "font.family": "sans-serif"}
-    from matplotlib import pyplot as plt
-
+    plt = plots.pyplot()
     places = list(dict.fromkeys((row["world"], row["horizon"]) for row in rows))
     arms = list(dict.fromkeys(row["variant"] for row in rows))
     figure = plt.figure(figsize=(10, 3.9 + 0.24 * len(arms)), layout="constrained")
@@ -49,13 +45,9 @@ def draw(rows: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
     _by_horizon(left, rows, world)
     _by_tokens(right, rows, world, longest)
     for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.2)
-        axes.tick_params(labelsize=SMALL)
-    right.legend(frameon=False, fontsize=SMALL, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
-    plt.close(figure)
+        plots.tidy(axes)
+    plots.legend_beside(right)
+    plots.save(figure, out)
 
 
 def _cosines(axes, rows, arms, places) -> None:
@@ -70,7 +62,7 @@ def _cosines(axes, rows, arms, places) -> None:
             if (row := found.get((arm, *place))) is not None:
                 colour = "white" if abs(row["cosine"]) > 0.6 else "#222222"
                 axes.text(x, y, written(row), ha="center", va="center", fontsize=7, color=colour)
-    axes.set_yticks(range(len(arms)), arms, fontsize=SMALL)
+    axes.set_yticks(range(len(arms)), arms, fontsize=plots.SMALL)
     axes.set_xticks(range(len(places)), [heading(*place) for place in places], fontsize=7)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
@@ -94,7 +86,7 @@ def _by_horizon(axes, rows, world) -> None:
     ticks = sorted({row["horizon"] for row in rows if row["world"] == world})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("horizon, turns", fontsize=SMALL)
+    axes.set_xlabel("horizon, turns", fontsize=plots.SMALL)
     axes.set_title(f"{world.replace('_', ' ')}: cosine with the true advantage", fontsize=9, loc="left")
 
 
@@ -107,7 +99,7 @@ def _by_tokens(axes, rows, world, horizon) -> None:
             means = [point["gradient_cosine"] for point in row["curve"]]
             axes.plot(at, means, color=colour, marker="o", markersize=3, label=arm)
     axes.set_xscale("log")
-    axes.set_xlabel("sampled tokens, those of continuations and of learning hindsight included", fontsize=SMALL)
+    axes.set_xlabel("sampled tokens, those of continuations and of learning hindsight included", fontsize=plots.SMALL)
     axes.set_title(
         f"{world.replace('_', ' ')}, {horizon} turns: cosine with the exact gradient", fontsize=9, loc="left"
     )

@@ -9,7 +9,7 @@ stdout ends with one JSON line: figure, rows.
 
 import pathlib
 
-from experiments import cli
+from experiments import cli, plots
 
 FLAGS = cli.Flags()
 _ROWS = FLAGS.string("rows", "experiments/results/ablate_tool_calls.jsonl", "rows of experiments.ablate_arms")
@@ -41,12 +41,7 @@ def order_of(arms: set[str]) -> list[str]:
 
 def draw(rows: list[dict], out: pathlib.Path) -> None:
     """Draws success per arm, a dot per seed."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "rsi_jax", "svg.fonttype": "none", "font.family": "sans-serif"}
-    from matplotlib import pyplot as plt
-
+    plt = plots.pyplot()
     arms = order_of({row["arm"] for row in rows})
     figure, axes = plt.subplots(figsize=(7.2, 0.42 * len(arms) + 0.9), layout="constrained")
     for place, arm in enumerate(arms):
@@ -66,9 +61,7 @@ def draw(rows: list[dict], out: pathlib.Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
-    plt.close(figure)
+    plots.save(figure, out)
 
 
 def main(_) -> None:

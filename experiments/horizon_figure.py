@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments import plots
 from experiments.horizon_arms import ARMS
 
 # The method, its controls, the rest: apart for the colour-blind too, and by marker.
@@ -21,17 +22,11 @@ LOOKS = {
     "rlsd": ("#9aa0a6", "h"),
     "more_sft": ("#222222", "*"),
 }
-SMALL = 8
 
 
 def draw(rows: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
     """Draws tokens to 0.9 by horizon (hollow with an arrow: a lower bound), and success after equal wall time."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "rsi_jax", "svg.fonttype": "none", "font.family": "sans-serif"}
-    from matplotlib import pyplot as plt
-
+    plt = plots.pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     horizons = sorted({row["horizon"] for row in rows})
     for index, name in enumerate(ARMS):
@@ -50,14 +45,10 @@ def draw(rows: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
         axes.set_xlim(horizons[0] / 1.3, horizons[-1] * 1.3)
         axes.set_xticks(horizons, [str(horizon) for horizon in horizons])
         axes.minorticks_off()
-        axes.set_xlabel("horizon, turns", fontsize=SMALL)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.2)
-        axes.tick_params(labelsize=SMALL)
-    right.legend(frameon=False, fontsize=SMALL, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
-    plt.close(figure)
+        axes.set_xlabel("horizon, turns", fontsize=plots.SMALL)
+        plots.tidy(axes)
+    plots.legend_beside(right)
+    plots.save(figure, out)
 
 
 def _to_target(axes, mine: Sequence[Mapping[str, Any]], name: str, shift: float) -> None:

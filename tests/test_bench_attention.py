@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import bench_attention
+from experiments import bench, bench_attention
 
 
 def pairs(ranges_4T):
@@ -35,7 +35,10 @@ def test_rows_are_what_they_are_called(tokens):
 
 
 def test_ratios_are_to_chunked_of_the_same_pass():
-    found = {("chunked", "forward"): (2.0, 4.0, 1.0), ("reference", "forward"): (6.0, 2.0, 9.0)}
+    found = {
+        ("chunked", "forward"): bench.Timing(None, 0.0, 2.0, 4.0, 1),
+        ("reference", "forward"): bench.Timing(None, 0.0, 6.0, 2.0, 9),
+    }
     lines = bench_attention.results("causal", 0.5, found)
     assert [line["wall_over_chunked"] for line in lines] == [1.0, 3.0]
     assert [line["cpu_over_chunked"] for line in lines] == [1.0, 0.5]

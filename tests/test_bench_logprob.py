@@ -34,7 +34,7 @@ def test_the_sums_are_those_of_float64(graded):
 
 
 def test_a_row_names_what_was_measured(capsys):
-    row = bench_logprob.bench(tokens=256, width=8, vocab=600, chunk=16, repeats=1)
+    row = bench_logprob.measure(tokens=256, width=8, vocab=600, chunk=16, repeats=1)
     assert (row["tokens"], row["width"], row["vocab"]) == (256, 8, 600)
     assert row["memory_ratio"] < 0.25 and row["max_abs_err"] < 1e-4
     assert all(row[name] > 0 for name in ("time_ratio", "checkpoint_ratio", "divergence_ratio"))
