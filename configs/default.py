@@ -94,7 +94,7 @@ def _rl():
     c.overlong_length = 0  # sampled tokens of a rollout at which the whole penalty is due
     c.stop_at = 2.0  # end the stage when the running success reaches this, 2 = never
     c.max_generated = 0  # end the stage after this many sampled tokens, 0 = no limit
-    c.max_minutes = 0.0  # end the stage after this wall time, 0 = no limit
+    c.max_minutes = 0.0  # end the stage after this time (compute.clock), 0 = no limit
     c.surrogate = "ppo"  # 'ppo' | 'gspo' | 'cispo' | 'sapo' | 'gmpo' | 'dppo' | 'dro'
     c.ratio_level = ""  # '' = the surrogate's own | 'token' | 'sequence'
     c.aggregation = "token_mean"  # 'token_mean' | 'sequence_mean' | 'prompt_mean' | 'constant'
@@ -317,6 +317,7 @@ def get_config():
             chunk=0,  # tokens scored at a time, 0 = 2^21 logits but at least 128 tokens, for CPUs; accelerators: 4096
             remat="none",  # what the backward pass computes again: 'none', 'attention' (all but attention) or 'layer'
             attention="",  # 'chunked' (linear memory) | 'reference' (O(T^2), the definition); '' = the device's default
+            clock="wall",  # of the time of phases and rl.max_minutes; 'cpu' = of this process, for CPUs that are shared
             offload=False,  # what remat keeps waits in the host's memory; needs remat 'attention' or 'layer'
         )
     )

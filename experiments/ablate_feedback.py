@@ -3,7 +3,7 @@
 python -m experiments.ablate_feedback
 python -m experiments.ablate_feedback --factors=divergence,control --seeds=0
 
-The factors and their settings stand in experiments/feedback_factors.py. Every arm runs for the same wall time at one
+The factors and their settings stand in experiments/feedback_factors.py. Every arm runs for the same CPU time at one
 horizon, from the warm-up of its seed, sized as in experiments/ablate_horizon; `warm-up` varies the warm-up itself, with
 and without feedback, so that hint gain varies. Rows are appended as runs end; an interrupted sweep continues.
 Beside success a row keeps what tells of a collapse, as [first, last] 5 batches: entropy, tokens per response, and the
@@ -23,7 +23,7 @@ FLAGS = cli.Flags()
 _FACTORS = FLAGS.list("factors", [], "factors to vary (default: all); the baseline always runs")
 _SEEDS = FLAGS.list("seeds", ["0", "1"], "seeds of every arm")
 _HORIZON = FLAGS.integer("horizon", 64, "turns per episode, one of the horizons of ablate_horizon")
-_MINUTES = FLAGS.float("rl_minutes", 4.9, "wall time of RL of a run", lower_bound=0.0)
+_MINUTES = FLAGS.float("rl_minutes", 4.9, "CPU minutes of RL of a run", lower_bound=0.0)
 _SWEEP = sweep.SweepFlags(FLAGS)
 
 

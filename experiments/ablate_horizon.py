@@ -1,4 +1,4 @@
-"""How far credit carries as the horizon grows: tokens and wall time to 0.9 success on the tool-call task, by arm.
+"""How far credit carries as the horizon grows: tokens and time to 0.9 success on the tool-call task, by arm.
 
 python -m experiments.ablate_horizon
 python -m experiments.ablate_horizon --arms=textual_feedback,grpo --horizons=16,64
@@ -6,22 +6,22 @@ python -m experiments.ablate_horizon --quick
 
 At each horizon L the number of sub-goals is L / 4, so success by chance goes to 0. A seed warms up once per horizon, on
 short un-hinted and long hinted demonstrations; all its arms start from that (but `more_sft`, which goes on with it).
-Every arm then has the same wall time (experiments/horizon_arms.py: SIZES; RL alone is timed, without evaluations, after
-its programs were compiled by a run of two batches) and a constant learning rate. First come the knob trials (not
-compiled beforehand): three per arm, at L = 64, on seed 100, one run each; the arm's best
-(success after, then fewer invalid calls) is what it runs with. Rows of trials and runs are appended as they finish; an
-interrupted sweep continues. --quick: L = 16, one seed, the headline arms, half a minute of RL each, no trials; its rows
-stay in the run folder.
+Every arm then has the same time on one core (experiments/horizon_arms.py: SIZES), in seconds of CPU, so that whatever
+else the machine does costs no arm anything; RL alone is timed, without evaluations, after its programs were compiled by
+a run of two batches. The learning rate is constant. First come the knob trials (not compiled beforehand): three per
+arm, at L = 64, on seed 100, one run each; the arm's best (success after, then fewer invalid calls) is what it runs
+with. Rows of trials and runs are appended as they finish; an interrupted sweep continues. --quick: L = 16, one seed,
+the headline arms, half a minute of RL each, no trials; its rows stay in the run folder.
 
 Solved: the mean success of the last 5 batches (64 episodes each, no hints in the context) reaches 0.9. A run that does
 not reach it is right-censored: its tokens are a lower bound. Tokens are those that the policy sampled, continuations
 included; the forward tokens of hints, of rescoring and of training stand beside them in the rows. Success at equal
 tokens: when each run had sampled as many as the one that sampled fewest at that horizon. Success at the budget: 256 new
-episodes after equal wall time. Intervals: 95%, bootstrap over seeds. A run that diverged counts as success 0.
+episodes after equal time. Intervals: 95%, bootstrap over seeds. A run that diverged counts as success 0.
 
 stdout ends with one JSON line: rows [{arm, horizon, seeds, tokens_to_0.9, wall_s_to_0.9, success_at_tokens,
 success_at_budget, low, high, tokens, wall_s, censored, diverged, knobs}] (low, high: of success_at_budget; tokens,
-wall_s: mean of a run), equal_tokens {horizon: tokens}, claims, failed, results, figure.
+wall_s: mean of a run, seconds of one core), equal_tokens {horizon: tokens}, claims, failed, results, figure.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def warm_up(arm: str, horizon: int, seed: int, shape: Shape) -> sweep.Unit:
 
 
 def rl_from(asked: sweep.Sweep, after: sweep.Unit, rl_minutes: float) -> tuple[str, ...]:
-    """RL from a warm-up for a wall time, with no schedule that would need to know how many updates that is."""
+    """RL from a warm-up for a time, with no schedule that would need to know how many updates that is."""
     return (
         "rl.updates=100000",
         "rl.schedule=constant",
@@ -76,7 +76,8 @@ def rl_from(asked: sweep.Sweep, after: sweep.Unit, rl_minutes: float) -> tuple[s
     )
 
 
-MEASURE = ("evaluation.every=0", f"evaluation.final_episodes={EPISODES}")  # before and after, not in between
+# Evaluated before and after, not in between; timed by CPU.
+MEASURE = ("evaluation.every=0", f"evaluation.final_episodes={EPISODES}", "compute.clock=cpu")
 
 
 def unit(

@@ -25,7 +25,7 @@ LOOKS = {
 
 
 def draw(rows: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
-    """Draws tokens to 0.9 by horizon (hollow with an arrow: a lower bound), and success after equal wall time."""
+    """Draws tokens to 0.9 by horizon (hollow with an arrow: a lower bound), and success after equal time."""
     plt = plots.pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     horizons = sorted({row["horizon"] for row in rows})

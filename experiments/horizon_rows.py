@@ -10,7 +10,7 @@ from experiments import aggregate, sweep
 from experiments.aggregate import Point
 from experiments.horizon_arms import ARMS, TARGET, WINDOW
 
-METHOD = ("generate", "feedback", "annotate", "train")  # phases that are the method's wall time
+METHOD = ("generate", "feedback", "annotate", "train")  # phases that are the method's time
 MEASURED = ("success", "invalid", "filler_correct", "gain")
 WATCHED = {  # of collapse: what a row keeps of the first and the last batches, and its name in the metrics
     "entropy": "entropy",

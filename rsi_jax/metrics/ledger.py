@@ -13,11 +13,13 @@ class Ledger:
 
     tokens: generated (sampled by the policy), scored (read by a forward without gradient), trained (read by a forward
       with gradient), hint (extra forward tokens that hinted re-readings cost: hints and copies of spans).
-    seconds: wall time by phase. A phase inside another stops the outer clock, so the phases never count time twice.
+    seconds: time by phase, by a clock of CLOCKS ('cpu': of this process, whatever else the machine runs). A phase inside
+      another stops the outer clock, so the phases never count time twice.
     dropped: counts of whatever was masked, gated, truncated, skipped or retried.
     """
 
     TOKENS = ("generated", "scored", "trained", "hint")
+    CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter):
         self.tokens: dict[str, int] = dict.fromkeys(self.TOKENS, 0)
@@ -38,7 +40,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charges the wall time of the `with` block to a phase (jax works asynchronously: block on results inside)."""
+        """Charges the time of the `with` block to a phase (jax works asynchronously: block on results inside)."""
         self._charge()
         self._open.append(name)
         try:

@@ -146,7 +146,9 @@ def run(config, folder: pathlib.Path, *, policy_writer=None, defaults=None, prof
         metrics.Progress() as progress,
         loop.Profile(folder / "profile" if profile else None) as tracer,
     ):
-        state = loop.Run(folder, parts, metrics.Ledger(), progress, stop, tracer)
+        state = loop.Run(
+            folder, parts, metrics.Ledger(clock=metrics.Ledger.CLOCKS[config.compute.clock]), progress, stop, tracer
+        )
         devices = parts.mesh.devices
         progress.say(f"attention: {parts.model.attention}, on {devices.size} x {devices.flat[0].device_kind}")
         status = ""

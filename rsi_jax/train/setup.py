@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from rsi_jax import base, credit, envs, feedback, losses, optim, sample, sharding
+from rsi_jax import base, credit, envs, feedback, losses, metrics, optim, sample, sharding
 from rsi_jax import rollout as rollout_lib
 from rsi_jax.feedback import hints, locate
 from rsi_jax.feedback import teacher as teacher_lib
@@ -274,6 +274,7 @@ def check(config) -> None:
         ("lm.schedule", optim.SCHEDULES),
         ("lm.optimizer", optim.NAMES),
         ("rl.optimizer", optim.NAMES),
+        ("compute.clock", metrics.Ledger.CLOCKS),
         ("compute.remat", transformer.REMATS),
         ("compute.attention", ("", *attention.IMPLEMENTATIONS)),
         ("feedback.teacher", teacher_lib.KINDS),
