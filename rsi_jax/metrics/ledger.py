@@ -13,7 +13,7 @@ class Ledger:
 
     tokens: generated (sampled by the policy), scored (read by a forward without gradient), trained (read by a forward
       with gradient), hint (extra forward tokens that hinted re-readings cost: hints and copies of spans).
-    seconds: time by phase, by a clock of CLOCKS ('cpu': of this process, whatever else the machine runs). A phase inside
+    seconds: time by phase, by a clock of CLOCKS (cpu: of this process, whatever else the machine runs). A phase inside
       another stops the outer clock, so the phases never count time twice.
     dropped: counts of whatever was masked, gated, truncated, skipped or retried.
     """
