@@ -83,7 +83,7 @@ def _rl():
     c.optimizer = "adamw"  # 'adamw' | 'muon'
     c.lr = 2e-3
     c.warmup = 5  # updates: the first Adam steps are full-sized whatever the gradient is
-    c.schedule = "constant"
+    c.schedule = "constant"  # of lr over updates, or over max_generated and max_minutes where they end the stage
     c.weight_decay = 0.0
     c.epochs = 1  # passes over a batch
     c.minibatches = 1  # updates per pass
@@ -111,6 +111,7 @@ def _rl():
     c.correction_high = 2.0  # ... 0.5 and 5 for IcePop (arXiv 2510.18855)
     c.kl_coef = 0.0  # KL to the policy at the start of the stage, in the loss
     c.kl_estimator = "k3+"  # 'k1' | 'k2' | 'k3' | 'k3+'
+    c.reward_scale = 1.0  # credit sees rewards times this (a critic wants returns near 1); reports show them as paid
     c.kl_in_reward = 0.0  # the same KL taken off the rewards instead
     c.entropy_coef = 0.0
     c.value_coef = 0.5

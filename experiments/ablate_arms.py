@@ -12,10 +12,9 @@ wall times compare. Rows are kept as `experiments.launch` says; an interrupted s
 (2026-12-01) stand for the arm and seed that they name.
 
 Equal tokens: after as many batches as the config trains. Arms that score no hints have cheaper batches: they are given
---longer times as many, with their schedule sized to that, and end at equal wall time, no later than the method time of
-textual_feedback on that seed (if that comes before equal tokens, both are read there; see `batches` of the row).
-stdout ends with one JSON line: arms {name: {metric: [mean, low, high]}}, runs, failed,
-diverged, results.
+--longer times as many at most, and end at equal wall time, over which their learning rate decays, no later than the
+method time of textual_feedback on that seed (if that comes before equal tokens, both are read there; see `batches` of
+the row). stdout ends with one JSON line: arms {name: {metric: [mean, low, high]}}, runs, failed, diverged, results.
 """
 
 import dataclasses

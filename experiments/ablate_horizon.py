@@ -8,10 +8,10 @@ At each horizon L the number of sub-goals is L / 4, so success by chance goes to
 short un-hinted and long hinted demonstrations; all its arms start from that (but `more_sft`, which goes on with it).
 Every arm then has the same time on one core (experiments/horizon_arms.py: SIZES), in seconds of CPU, so that whatever
 else the machine does costs no arm anything; RL alone is timed, without evaluations, after its programs were compiled by
-a run of two batches. The learning rate is constant. First come the knob trials (not compiled beforehand): three per
-arm, at L = 64, on seed 100, one run each; the arm's best (success after, then fewer invalid calls) is what it runs
-with. Rows of trials and runs are appended as they finish; an interrupted sweep continues. --quick: L = 16, one seed,
-the headline arms, half a minute of RL each, no trials; its rows stay in the run folder.
+a run of two batches. The learning rate decays over that time. First come the knob trials (not compiled beforehand):
+three per arm, at L = 64, on seed 100, one run each; the arm's best (success after, then fewer invalid calls) is what it
+runs with. Rows of trials and runs are appended as they finish; an interrupted sweep continues. --quick: L = 16, one
+seed, the headline arms, half a minute of RL each, no trials; its rows stay in the run folder.
 
 Solved: the mean success of the last 5 batches (64 episodes each, no hints in the context) reaches 0.9. A run that does
 not reach it is right-censored: its tokens are a lower bound. Tokens are those that the policy sampled, continuations
@@ -67,10 +67,10 @@ def warm_up(arm: str, horizon: int, seed: int, shape: Shape) -> sweep.Unit:
 
 
 def rl_from(asked: sweep.Sweep, after: sweep.Unit, rl_minutes: float) -> tuple[str, ...]:
-    """RL from a warm-up for a time, with no schedule that would need to know how many updates that is."""
+    """RL from a warm-up for a time, over which the learning rate decays."""
     return (
         "rl.updates=100000",
-        "rl.schedule=constant",
+        "rl.schedule=cosine",
         f"rl.max_minutes={rl_minutes}",
         f"init_from={asked.place(after)}",
     )

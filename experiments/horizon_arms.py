@@ -34,7 +34,7 @@ def _rates(*rates: str) -> tuple[tuple[str, ...], ...]:
 _DIVERGENCES = tuple((f"credit.textual_feedback.divergence={name}",) for name in ("forward_kl", "reverse_kl", "jsd"))
 _CRITIC = ("credit.name=turn_gae",)  # a model with a value head from the start
 _HIGH = _rates("4e-3", "1e-3", "2e-3")
-_LOW = _rates("1e-3", "2.5e-4", "4e-3")  # without the feedback's steady gradient 4e-3 drifts (LOG.md, 2026-11-30)
+_LOW = _rates("1e-3", "2.5e-4", "4e-3")  # without the feedback's steady gradient 4e-3 drifts (LOG.md)
 
 ARMS = {
     "textual_feedback": Arm("textual feedback", (), _DIVERGENCES),

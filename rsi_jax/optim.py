@@ -1,5 +1,7 @@
 """Optimizers (optax): AdamW or Muon under a schedule counted in optimizer updates."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -26,6 +28,11 @@ def learning_rate(peak: float, *, updates: int, warmup: int, schedule: str) -> o
         raise base.InputError(f"schedule={schedule!r} is no schedule (known: {', '.join(SCHEDULES)})")
     rise = optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1))
     return optax.join_schedules([rise, shapes[schedule]()], [warmup]) if warmup else shapes[schedule]()
+
+
+def decayed(schedule: str, share: float) -> float:
+    """The part of the peak learning rate that is left when a share of a budget, in [0, 1], is spent."""
+    return {"constant": 1.0, "linear": 1.0 - share, "cosine": (1.0 + math.cos(math.pi * share)) / 2}[schedule]
 
 
 def _muon_dimensions(params):

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ml_collections import config_dict
 
-from rsi_jax import annotate, base, losses, optim
+from rsi_jax import annotate, base, losses, metrics, optim
 from rsi_jax.credit import examples
 from rsi_jax.feedback import schedule
-from rsi_jax.train import diagnostics, loop, rl, update
+from rsi_jax.train import budget, diagnostics, loop, rl, update
 from tests import tiny
 
 CONFIG = tiny.config(value_head=True, tied=False)
@@ -168,6 +169,40 @@ def test_a_batch_without_signal_moves_nothing_whatever_the_momentum(name):
     state, metrics = one(state, rollout, silent)
     assert metrics["without_signal"] == 1 and state.step == 2
     tiny.assert_close((state.params, state.opt), before)  # to the bit
+
+
+@pytest.mark.parametrize("name", optim.NAMES)
+def test_a_rate_scales_what_a_batch_moves_and_nothing_else(name):
+    rollout, credit = draw(6)
+    optimizer = optim.make(name, optax.constant_schedule(0.01), weight_decay=0.1)
+    one = update.make_update(CONFIG, OBJECTIVE, optimizer)
+    whole, half, none = (
+        one(dataclasses.replace(state_of(), opt=optimizer.init(PARAMS)), rollout, credit, None, rate)[0]
+        for rate in (1.0, 0.5, 0.0)
+    )
+    tiny.assert_close(half.params, jax.tree.map(lambda x, y: (x + y) / 2, whole.params, PARAMS), rtol=1e-5, atol=1e-6)
+    tiny.assert_close((none.params, none.opt), (PARAMS, whole.opt))
+
+
+def test_the_learning_rate_follows_the_budget_that_ends_the_stage():
+    ledger = metrics.Ledger()
+    rl = config_dict.ConfigDict({"schedule": "linear", "max_generated": 0, "max_minutes": 0.0})
+    ledger.add(generated=30)
+    ledger.seconds |= {"train": 42.0, "generate": 3.0, "evaluate": 1000.0}  # evaluations are not the method's
+    assert budget.spent(rl, ledger) == 0 and budget.rate(rl, ledger) == 1 and budget.schedule(rl) == "linear"
+    rl.max_generated = 40
+    assert budget.schedule(rl) == "constant"  # over updates
+    assert (budget.spent(rl, ledger), budget.rate(rl, ledger)) == (0.75, 0.25)
+    rl.max_minutes = 1.0
+    assert budget.spent(rl, ledger) == 0.75  # the one that ends first
+    rl.max_generated = 60
+    assert budget.spent(rl, ledger) == 0.75  # now that of time: 45 s of 60
+    rl.schedule = "cosine"
+    np.testing.assert_allclose(budget.rate(rl, ledger), (1 + np.cos(np.pi * 0.75)) / 2)
+    ledger.add(generated=1000)
+    assert budget.spent(rl, ledger) > 1 and budget.rate(rl, ledger) == 0
+    rl.schedule = "constant"
+    assert budget.rate(rl, ledger) == 1
 
 
 def test_i_feedback_of_weight_zero_is_the_outcome_loss_alone():

@@ -34,9 +34,7 @@ from rsi_jax import rollout as rollout_lib
 from rsi_jax.credit import rewards
 from rsi_jax.feedback import schedule, teacher, views
 from rsi_jax.model import transformer
-from rsi_jax.train import diagnostics, evaluate, lm, loop, samples, setup, update, writer
-
-PHASES = ("generate", "feedback", "annotate", "train")  # what counts as the wall time of the method
+from rsi_jax.train import budget, diagnostics, evaluate, lm, loop, samples, setup, update, writer
 
 
 class ParityError(RuntimeError):
@@ -86,7 +84,9 @@ class Trainer:
         self.maker = setup.make_maker(config, parts, self.writing)
         self.objective = setup.make_objective(config)
         updates = config.rl.updates * config.rl.epochs * config.rl.minibatches
-        rate = optim.learning_rate(config.rl.lr, updates=updates, warmup=config.rl.warmup, schedule=config.rl.schedule)
+        rate = optim.learning_rate(
+            config.rl.lr, updates=updates, warmup=config.rl.warmup, schedule=budget.schedule(config.rl)
+        )
         moments = {"b1": config.adam.b1, "b2": config.adam.b2}
         self.optimizer = optim.make(config.rl.optimizer, rate, **moments, weight_decay=config.rl.weight_decay)
         self.places = sharding.param_shardings(
@@ -194,8 +194,11 @@ class Trainer:
         return packing.in_parts(score, tree, B, max(1, row // T) if row else self.config.rl.micro_batch)
 
     def shape(self, rollout: base.Rollout) -> base.Rollout:
-        """Takes the KL to the reference and DAPO's soft length penalty off the rewards, where they are on."""
+        """Scales the rewards; takes the KL to the reference and DAPO's soft length penalty off, where they are on."""
         rl = self.config.rl
+        if rl.reward_scale != 1:
+            scaled_BS = rollout.segments.reward_BS * rl.reward_scale
+            rollout = rollout.replace(segments=rollout.segments.replace(reward_BS=scaled_BS))
         if rl.kl_in_reward:
             rollout = losses.kl_in_reward(rollout, coef=rl.kl_in_reward, estimator="k1")
         if rl.overlong_buffer:
@@ -302,6 +305,7 @@ class Trainer:
         if any(text for _, text in written) and not samples.exists(self.run.folder, samples.FIRST_HINTED):
             self.keep_batch(samples.FIRST_HINTED, self.last, state)
         measured, read = [], []
+        scalars["learning_rate/share"] = rate = budget.rate(self.config.rl, ledger)
         with ledger.phase("train"):
             for part, scores, rows in minibatches(rollout, credit, self.config, step, self.rows):
                 ledger.add(trained=int(np.sum(part.length_B)))
@@ -309,7 +313,7 @@ class Trainer:
                     ledger.add(hint=views.extra_tokens(base.given(part.views, "views")))
                 plan = self.plan(part)
                 part, scores = sharding.put_rows((part, scores), self.parts.mesh)
-                state, found = self.update(state, part, scores, plan)
+                state, found = self.update(state, part, scores, plan, rate)
                 measured.append(found)
                 read.append(rows)
             scalars |= diagnostics.over_updates(jax.device_get(measured), read)
@@ -338,13 +342,8 @@ class Trainer:
 
     def enough(self, state: base.TrainState) -> bool:
         """Whether a budget of the stage is spent, or the running success is where it should be."""
-        rl, ledger = self.config.rl, self.run.ledger
-        minutes = sum(ledger.state()["seconds"].get(name, 0.0) for name in PHASES) / 60
-        return bool(
-            (rl.max_generated and ledger.tokens["generated"] >= rl.max_generated)
-            or (rl.max_minutes and minutes >= rl.max_minutes)
-            or float(state.aux["success"]) >= rl.stop_at
-        )
+        rl = self.config.rl
+        return budget.spent(rl, self.run.ledger) >= 1 or float(state.aux["success"]) >= rl.stop_at
 
 
 def _silent_groups(rollout: base.Rollout, rows: int) -> set[int]:

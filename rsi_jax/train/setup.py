@@ -158,9 +158,15 @@ def make_chains(config, chat: chat_lib.Chat) -> rollout_lib.Chains:
 def _check_columns(config) -> None:
     names = credit_names(config.credit)
     valued = [name for name in names if name in columns.VALUED]
-    changed = [name for name in ("kl_in_reward", "overlong_buffer") if config.rl[name]]
+    changed = [
+        name
+        for name, off in (("kl_in_reward", 0), ("overlong_buffer", 0), ("reward_scale", 1))
+        if config.rl[name] != off
+    ]
     if valued and changed:
-        raise base.InputError(f"credit.{valued[0]} values the rewards of the environment: rl.{changed[0]} must be 0")
+        raise base.InputError(
+            f"credit.{valued[0]} values the rewards of the environment: leave rl.{changed[0]} at its default"
+        )
     _need(
         not ("tree_grpo" in names and config.rl.dynamic_rounds),
         "rl.dynamic_rounds replays rollouts one by one, credit.tree_grpo grows them together: set it to 0",

@@ -296,15 +296,20 @@ def _dot(a, b):
 def make_update(
     config: transformer.Config, objective: Objective, optimizer: optax.GradientTransformation, places: Any = None
 ):
-    """Binds the static parts and jits: update(state, rollout, credit, plan) -> (state, metrics). The state is donated.
+    """Binds the static parts and jits: update(state, rollout, credit, plan, rate) -> (state, metrics).
 
-    A batch whose gradient is exactly 0 (no group with signal, no view) moves nothing, the optimizer's state included:
-    Muon makes a full-sized step of whatever direction its momentum has left, and destroyed policies that way (LOG.md).
+    The state is donated. rate: factor on the change of the parameters, traced (budget.rate). A batch whose gradient is
+    exactly 0 (no group with signal, no view) moves nothing, the optimizer's state included: Muon makes a full-sized
+    step of whatever direction its momentum has left, and destroyed policies that way (LOG.md).
     places: shardings of the state, which the new one keeps; None = as XLA likes (then a second step may compile again).
     """
 
     def update(
-        state: base.TrainState, rollout: base.Rollout, credit: base.Credit, plan: packing.Plan | None = None
+        state: base.TrainState,
+        rollout: base.Rollout,
+        credit: base.Credit,
+        plan: packing.Plan | None = None,
+        rate: float | jax.Array = 1.0,
     ) -> tuple[base.TrainState, Any]:
         grads, sums, ratios, row_B, view_sums = gradients(
             state.params, state.teacher, config, rollout, credit, objective, plan
@@ -325,6 +330,7 @@ def make_update(
             } | _feedback_metrics(view_sums)
             total = jax.tree.map(lambda x, y: x + share * y, total, clipped)
         changes, opt = optimizer.update(total, state.opt, state.params)
+        changes = jax.tree.map(lambda x: x * rate, changes)
         moved = optax.tree.norm(total) != 0  # NaN moves too, and is found by the loop
         new = optax.apply_updates(state.params, changes), opt
         params, opt = jax.tree.map(lambda x, y: jnp.where(moved, x, y), new, (state.params, state.opt))
