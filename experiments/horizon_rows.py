@@ -22,10 +22,10 @@ WATCHED = {  # of collapse: what a row keeps of the first and the last batches, 
 POINTS = 64  # of a curve that a row keeps
 
 
-def curve_of(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """The curve of a run from the lines of its metrics: success is the mean of the last WINDOW batches."""
+def curve_of(lines: Sequence[Mapping[str, Any]], metric: str = "train/success", window: int = WINDOW) -> list[Point]:
+    """The curve of a run from the lines of its metrics: success (or another metric), the mean of the last batches."""
     trained = [line for line in lines if line["stage"] == "rl"]
-    success = aggregate.smooth([line["train/success"] for line in trained], WINDOW)
+    success = aggregate.smooth([line[metric] for line in trained], window)
     seconds = [sum(line.get(f"time/{phase}", 0.0) for phase in METHOD) for line in trained]
     tokens = [line["ledger/generated"] for line in trained]
     return [Point(*three) for three in zip(tokens, seconds, success, strict=True)]
@@ -52,18 +52,28 @@ def _ends(lines: Sequence) -> tuple[Sequence, Sequence]:
     return lines[:WINDOW], lines[-WINDOW:]
 
 
-def read(unit: sweep.Unit, folder: pathlib.Path) -> dict[str, Any] | None:
-    """What a finished run measured; None when it did not come to its end (a signal stopped it, saved)."""
+def read(
+    unit: sweep.Unit,
+    folder: pathlib.Path,
+    *,
+    measured: Sequence[str] = MEASURED,
+    metric: str = "train/success",
+    window: int = WINDOW,
+) -> dict[str, Any] | None:
+    """What a finished run measured; None when it did not come to its end (a signal stopped it, saved).
+
+    measured: what is kept of the evaluations. metric, window: of the curve.
+    """
     if not (folder / "results.json").is_file():
         return None
     results = json.loads((folder / "results.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    curve, ledger = curve_of(lines), results["ledger"]
+    curve, ledger = curve_of(lines, metric, window), results["ledger"]
     solved = aggregate.reached(curve, TARGET, after=WINDOW)
     seconds = ledger["seconds"]
     return {
-        "before": {name: results["before"].get(name) for name in MEASURED},
-        "after": {name: results["after"].get(name) for name in MEASURED},
+        "before": {name: results["before"].get(name) for name in measured},
+        "after": {name: results["after"].get(name) for name in measured},
         "tokens_to_0.9": solved and solved.tokens,
         "method_s_to_0.9": solved and round(solved.seconds, 1),
         "tokens": ledger["tokens"],

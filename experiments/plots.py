@@ -4,6 +4,7 @@ import pathlib
 from typing import Any
 
 SMALL = 8
+COLOURS = ("#1b6ca8", "#c1502e", "#3b8f6b", "#c9a13b", "#7b5ea7", "#5f6b7a")  # told apart by the colour-blind too
 
 
 def pyplot() -> Any:
