@@ -16,7 +16,7 @@ low, high, tokens, wall_s, censored, gain, watched}] (gain: of the hint, before 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import ablate_horizon, cli, feedback_factors, horizon_arms, horizon_rows, sweep
+from experiments import ablate_horizon, cli, feedback_factors, horizon_arms, horizon_rows, pages, sweep
 from experiments.feedback_factors import DEFAULT, FACTORS
 
 FLAGS = cli.Flags()
@@ -24,6 +24,7 @@ _FACTORS = FLAGS.list("factors", [], "factors to vary (default: all); the baseli
 _SEEDS = FLAGS.list("seeds", ["0", "1"], "seeds of every arm")
 _HORIZON = FLAGS.integer("horizon", 64, "turns per episode, one of the horizons of ablate_horizon")
 _MINUTES = FLAGS.float("rl_minutes", 4.9, "CPU minutes of RL of a run", lower_bound=0.0)
+_WRITE = FLAGS.boolean("write", False, "put the table into README.md")
 _SWEEP = sweep.SweepFlags(FLAGS)
 
 
@@ -92,6 +93,27 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     metrics.table("one factor at a time; first 5 batches > last 5; > before a number: a lower bound", head, table)
 
 
+def markdown(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int]) -> str:
+    """The table for a page."""
+    base = next((row["success_at_budget"] for row in rows if row["arm"] == DEFAULT), None)
+
+    def ends(row, name: str) -> str:
+        return " > ".join(pages.share(value) for value in row["watched"].get(name, ())) or "-"
+
+    head = ("factor", "setting", "seeds", "hint gain", "tokens to .9", "success, equal tokens", "success, equal time")
+    head += ("against default", "small talk right", "entropy", "teacher", "student", "updates")
+    body = [
+        (row["factor"], row["arm"], row["seeds"], pages.share(row["gain"]))
+        + (pages.count(row["tokens_to_0.9"], bound=row["censored"] > 0), pages.share(row["success_at_tokens"]))
+        + (pages.share(row["success_at_budget"], row["low"], row["high"]),)
+        + ("-" if base is None else f"{row['success_at_budget'] - base:+.2f}", pages.share(row["small_talk"]))
+        + (ends(row, "entropy"), ends(row, "teacher"), ends(row, "student"), pages.count(row["updates"]))
+        for row in rows
+    ]
+    compared = "; ".join(f"{pages.count(tokens)} at L = {horizon}" for horizon, tokens in equal.items())
+    return pages.table(head, body) + f"\nEqual tokens: {compared}. a > b: over the first and the last 5 batches.\n"
+
+
 def main(_) -> None:
     from rsi_jax import base, metrics
 
@@ -103,6 +125,8 @@ def main(_) -> None:
     failed = sweep.run(asked, units)
     rows, equal = rows_of(sweep.rows_of(asked.results, units), list(feedback_factors.settings()))
     show(rows)
+    if rows:
+        pages.keep(asked.results, markdown(rows, equal), write=_WRITE.value)
     for line in failed:
         print("FAILED", line)
     metrics.finish({"rows": rows, "equal_tokens": equal, "failed": len(failed), "results": str(asked.results)})

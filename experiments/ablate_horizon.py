@@ -29,7 +29,7 @@ import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from experiments import claims, cli, horizon_arms, horizon_rows, sweep
+from experiments import claims, cli, horizon_arms, horizon_rows, pages, sweep
 from experiments.horizon_arms import ARMS, SIZES
 
 FLAGS = cli.Flags()
@@ -38,6 +38,7 @@ _HORIZONS = FLAGS.list("horizons", [], "horizons to run (default: all)")
 _SEEDS = FLAGS.integer("seeds", 0, "seeds of every arm (default: 3, 5 of the headline arms, 2 at 512)", lower_bound=0)
 _QUICK = FLAGS.boolean("quick", False, "a few minutes: see above")
 _TRIALS = FLAGS.boolean("trials", True, "run the knob trials that have no row yet; else the rows there are decide")
+_WRITE = FLAGS.boolean("write", False, "put the table into README.md")
 _FIGURE = FLAGS.string("figure", "", "the figure (default: beside the rows)")
 _SWEEP = sweep.SweepFlags(FLAGS)
 
@@ -166,6 +167,7 @@ def main(_) -> None:
     figure = pathlib.Path(_FIGURE.value or asked.results.with_suffix(".svg"))
     if rows:
         horizon_figure.draw(rows, figure)
+        pages.keep(asked.results, horizon_rows.markdown(rows, equal), write=_WRITE.value)
     horizon_rows.show(rows, equal, [name for name in names if name not in best])
     judged = horizon_arms.judge(rows)
     if judged:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import aggregate, sweep
+from experiments import aggregate, pages, sweep
 from experiments.aggregate import Point
 from experiments.horizon_arms import ARMS, TARGET, WINDOW
 
@@ -120,7 +120,6 @@ def row_of(runs: Sequence[Mapping[str, Any]], tokens: int | None) -> dict[str, A
         return sum(values) / len(values) if values else None
 
     def to_target(spent, reached: str) -> float | None:
-
         values = [run[reached] if run[reached] is not None else spent(run) for run in rl]
         return float(aggregate.iqm(values)) if values else None
 
@@ -138,6 +137,7 @@ def row_of(runs: Sequence[Mapping[str, Any]], tokens: int | None) -> dict[str, A
         "low": low,
         "high": high,
         "before": mean([run["before"]["success"] for run in whole]),
+        "small_talk": mean([run["after"]["filler_correct"] for run in whole]),
         "tokens": mean([run["tokens"]["generated"] for run in whole]),
         "forward_tokens": mean([sum(run["tokens"].values()) - run["tokens"]["generated"] for run in whole]),
         "wall_s": mean([run["method_s"] + (0 if run["curve"] else run["lm_s"]) for run in whole]),
@@ -175,13 +175,13 @@ def show(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int], untried: S
     from rsi_jax import metrics
 
     head = ("horizon", "arm", "seeds", "before", "tokens to 0.9", "seconds to 0.9", "censored", "at equal tokens")
-    head += ("at equal time", "sampled tokens", "other tokens", "seconds", "updates")
+    head += ("at equal time", "small talk", "sampled tokens", "other tokens", "seconds", "updates")
     table = [
         (row["horizon"], ARMS[row["arm"]].label, row["seeds"], row["before"])
         + tuple(said(row[key], row["censored"] > 0) for key in ("tokens_to_0.9", "wall_s_to_0.9"))
         + (f"{row['censored']} of {row['seeds']}",)
         + (span(*(row[key] for key in ("success_at_tokens", "low_at_tokens", "high_at_tokens"))),)
-        + (span(row["success_at_budget"], row["low"], row["high"]),)
+        + (span(row["success_at_budget"], row["low"], row["high"]), row["small_talk"])
         + tuple(said(row[key], False) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
         for row in rows
     ]
@@ -190,3 +190,20 @@ def show(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int], untried: S
         print(f"equal tokens at horizon {horizon}: {tokens:,}")
     if untried:
         print(f"the first of their knobs, trials not complete: {', '.join(untried)}")
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int]) -> str:
+    """The table for a page: horizons one after the other, the arms in each."""
+    head = ("L", "arm", "seeds", "before", "tokens to .9", "seconds to .9", "censored", "success, equal tokens")
+    head += ("success, equal time", "small talk right", "tokens sampled", "other tokens", "seconds", "updates")
+    body = [
+        (row["horizon"], ARMS[row["arm"]].label, row["seeds"], pages.share(row["before"]))
+        + tuple(pages.count(row[key], bound=row["censored"] > 0) for key in ("tokens_to_0.9", "wall_s_to_0.9"))
+        + (f"{row['censored']} of {row['seeds']}",)
+        + (pages.share(*(row[key] for key in ("success_at_tokens", "low_at_tokens", "high_at_tokens"))),)
+        + (pages.share(row["success_at_budget"], row["low"], row["high"]), pages.share(row["small_talk"]))
+        + tuple(pages.count(row[key]) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
+        for row in rows
+    ]
+    compared = "; ".join(f"{pages.count(tokens)} at L = {horizon}" for horizon, tokens in equal.items())
+    return pages.table(head, body) + f"\nEqual tokens: {compared}.\n"

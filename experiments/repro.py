@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments import aggregate, claims, cli, horizon_rows, sweep
+from experiments import aggregate, claims, cli, horizon_rows, pages, sweep
 from experiments.aggregate import Point
 
 
@@ -188,6 +188,7 @@ class Command:
         figure = pathlib.Path(self._figure.value or asked.results.with_suffix(".svg"))
         if rows:
             draw(study, runs, figure)
+            pages.keep(asked.results, self.markdown(rows), write=False)
             self.show(rows)
             judged = [claims.judge(one, {"rows": rows}) for one in self.claimed if one.read({"rows": rows})]
             claims.declare([one for one in self.claimed if one.name in {j["name"] for j in judged}], judged)
@@ -195,6 +196,21 @@ class Command:
             print("FAILED", line)
         counts = {"claims": judged, "failed": len(failed), "results": str(asked.results), "figure": str(figure)}
         metrics.finish({"rows": rows} | counts)
+
+    def markdown(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """The table for a page."""
+        study = self.study
+        head = ("arm", "seeds", "before", study.metric, *study.kept, f"{study.curve}, equal tokens", "published")
+        head += ("tokens sampled", "other tokens", "seconds", "updates")
+        body = [
+            (study.arms[row["arm"]].label, row["seeds"], row["before"])
+            + (f"{row['value']:.3g} [{row['low']:.3g}, {row['high']:.3g}]",)
+            + tuple(row[f"after/{one}"] for one in study.kept)
+            + (row[f"{study.curve}_at_tokens"], row.get("published"))
+            + tuple(pages.count(row[key]) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
+            for row in rows
+        ]
+        return pages.table(head, body)
 
     def show(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints the table."""

@@ -76,7 +76,7 @@ def made_run(arm: str, seed: int, after: float, solved: tuple[int, float] | None
         "seed": seed,
         "knobs": ["rl.lr=1"],
         "before": {"success": 0.1},
-        "after": {"success": after, "invalid": 0.5},
+        "after": {"success": after, "invalid": 0.5, "filler_correct": after},
         "tokens_to_0.9": solved and solved[0],
         "method_s_to_0.9": solved and solved[1],
         "tokens": {"generated": tokens, "scored": 5, "trained": 20, "hint": 3},
