@@ -134,7 +134,7 @@ def train(run: Run) -> dict[str, Any]:
 
     An arm that counts hindsight has nothing to count in at its first batch, and only samples there.
     """
-    began, case, last = time.monotonic(), case_of(run.horizon), ARMS[run.arm].last
+    began, case, last = (time.monotonic(), time.process_time()), case_of(run.horizon), ARMS[run.arm].last
     world, best, updates = case.tables, best_return(case.tables), max(1, run.episodes // BATCH)
     logits, tokens, curve = np.zeros(world.prob_HNAJ.shape[:3], np.float32), 0, []
     adam, key, past = ADAM.init(logits), jax.random.key(run.seed), collections.deque(maxlen=last)
@@ -156,7 +156,8 @@ def train(run: Run) -> dict[str, Any]:
         past.append(sample)
     _, _, found, share = curve[-1]
     measured = {"treasure": found, "return_share": share, "tokens": tokens, "curve": curve}
-    return dataclasses.asdict(run) | measured | {"wall_s": time.monotonic() - began, "digest": run.digest}
+    spent = {"wall_s": time.monotonic() - began[0], "cpu_s": time.process_time() - began[1]}
+    return dataclasses.asdict(run) | measured | spent | {"digest": run.digest}
 
 
 def trials_of(form: Form, arm: str) -> dict[float, list[Run]]:
@@ -176,7 +177,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], knobs: Mapping[str, Any]) -> di
     named = {"arm": rows[0]["arm"], "horizon": rows[0]["horizon"], "seeds": len(rows)}
     found = {"treasure_at_budget": mean, "low": low, "high": high}
     along = float(np.mean([point[2] for row in rows for point in row["curve"]]))
-    rest = {name: float(np.mean([row[name] for row in rows])) for name in ("return_share", "tokens", "wall_s")}
+    rest = {name: float(np.mean([row[name] for row in rows])) for name in ("return_share", "tokens", "wall_s", "cpu_s")}
     by_seed = [[row["seed"], row["treasure"]] for row in rows]
     budget = {"episodes": rows[0]["curve"][-1][0], "knobs": dict(knobs), "by_seed": by_seed}
     return named | found | {"treasure_along": along} | rest | budget

@@ -27,7 +27,7 @@ printed as FAILED. Intervals: Student, 95%, over seeds; claims pair seeds, which
 
 Rows, trials among them, are appended to --results as runs finish; a run that has a row is not done again.
 stdout ends with one JSON line: rows [{arm, horizon, seeds, treasure_at_budget, low, high, treasure_along, return_share,
-episodes, tokens, wall_s, knobs, by_seed}], claims, failed, results, figure.
+episodes, tokens, wall_s, cpu_s, knobs, by_seed}], claims, failed, results, figure.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _EPISODES = FLAGS.integer("episodes", 0, "episodes of a run (default: 10,000; 2,
 _RESULTS = FLAGS.string("results", "experiments/results/repro_key_to_door.jsonl", "rows; '' keeps none")
 _FIGURE = FLAGS.string("figure", "experiments/results/repro_key_to_door.svg", "the figure; '' draws none")
 
-COLUMNS = ("arm", "L", "P(treasure)", "95%", "along the run", "return / best", "episodes", "tokens", "wall s", "rate")
+COLUMNS = ("arm", "L", "P(treasure)", "95%", "along the run", "return / best", "episodes", "tokens", "CPU s", "rate")
 
 
 def asked():
