@@ -18,7 +18,7 @@ exactly, not estimated from episodes. Arms (experiments/key_to_door_run.py):
   grpo            the return minus the mean of the batch
   turn_gae        advantage with an exact critic, lambda 0.95, where the paper learned one
   vineppo         value differences from 3 continuations per turn, whose tokens are counted
-  hca, cocoa      exact hindsight: of the class of the return (32 classes), of the reward. The paper's HCA+ is of states
+  hca, cocoa      exact hindsight: of the return, in 32 even classes, and of the reward. The paper's HCA+ is of states
   hca_counted, cocoa_counted   hindsight counted in the run's last 64 batches (512 episodes) before the one that is
                   credited, with a prior of 4 episodes for the policy: no further episodes, but older policies
 Rates: 3 trials per arm (Adam 0.01, 0.03, 0.1) at the longest horizon on seeds 100, 101, chosen by P(treasure), used at
