@@ -9,7 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import claims, fidelity_arms, key_to_door_claims, key_to_door_figure, key_to_door_run
+from experiments import (
+    claims,
+    fidelity_arms,
+    key_to_door_claims,
+    key_to_door_figure,
+    key_to_door_run,
+    repro_key_to_door,
+)
 from experiments.key_to_door_run import ARMS, QUICK, WHOLE, Run
 from rsi_jax.envs import exact
 from rsi_jax.evals import fidelity
@@ -123,16 +130,21 @@ def test_the_figure_draws_the_arms_that_ran_and_the_same_again(tmp_path):
     assert key_to_door_run.band(rows[:3], 2)[1][:2] == (8, pytest.approx(0.1))
 
 
-def test_a_second_start_does_nothing_and_both_end_with_a_json_line(tmp_path):
+def test_the_command_ends_with_a_json_line_and_a_run_that_has_a_row_is_not_done_again(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "experiments.repro_key_to_door", "--quick", f"--results={rows}", "--figure="]
     command += ["--arms=reinforce", "--horizons=2", "--seeds=2", "--episodes=16"]
-    kept = []
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        last = json.loads(done.stdout.splitlines()[-1])
-        assert [(row["arm"], row["horizon"], row["seeds"]) for row in last["rows"]] == [("reinforce", 2, 2)]
-        assert last["claims"] == last["failed"] == [] and len(last["rows"][0]["knobs"]["trials"]) == 3
-        kept.append(rows.read_text())
-    assert kept[0] == kept[1] and len(kept[0].splitlines()) == 3 + 2
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert [(row["arm"], row["horizon"], row["seeds"]) for row in last["rows"]] == [("reinforce", 2, 2)]
+    assert last["claims"] == last["failed"] == [] and len(last["rows"][0]["knobs"]["trials"]) == 3
+    text, kept = rows.read_text(), repro_key_to_door.Rows(str(rows))
+    assert len(text.splitlines()) == 3 + 2
+    trained, made_row = [], {"curve": [], "treasure": 0.0, "wall_s": 0.0}
+    monkeypatch.setattr(key_to_door_run, "train", lambda run: trained.append(run) or made_row)
+    rate = last["rows"][0]["knobs"]["rate"]
+    by_seed = [[seed, kept.of(Run("reinforce", 2, seed, rate, 16))["treasure"]] for seed in range(2)]
+    assert by_seed == last["rows"][0]["by_seed"] and not trained and rows.read_text() == text
+    kept.of(Run("reinforce", 2, 2, rate, 16))  # one without a row is trained
+    assert [run.seed for run in trained] == [2] and len(rows.read_text().splitlines()) == 3 + 2 + 1
