@@ -4,46 +4,13 @@ An experiment declares its claims as `Claim`s before it first runs. When it has 
 from then on `experiments.check_claims` runs the quick form of each and keeps the table in experiments/README.md.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments import fidelity_claims
-
-Reading = tuple[float, float, float]  # a number and its 95% interval; the number three times where there is none
-Line = Mapping[str, Any]  # the JSON line of a command
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """One claim. It holds when the whole interval of the number lies within (low, high].
-
-    text, source: what is claimed, and where the expectation comes from. command: of the quick form, after 'python -m'.
-    read: the number in its JSON line, None where the run did not measure it. arms: what is compared. seeds: of each.
-    minutes: budget of the command on an idle machine. budget: that of a run, where runs are limited, in words.
-    """
-
-    name: str
-    text: str
-    source: str
-    command: str
-    read: Callable[[Line], Reading | None]
-    low: float
-    high: float
-    minutes: float
-    config: str = "-"
-    arms: tuple[str, ...] = ()
-    seeds: int = 1
-    budget: str = "-"
-
-    @property
-    def tolerance(self) -> str:
-        """The range in which the number must lie, for people."""
-        if math.isinf(self.high):
-            return f"above {self.low:g}"
-        return f"below {self.high:g}" if math.isinf(self.low) else f"{self.low:g} to {self.high:g}"
+from experiments import fidelity_claims, key_to_door_claims
+from experiments.claim import Claim, Line, Reading
 
 
 def declare(claims: Sequence[Claim], judged: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -156,4 +123,5 @@ REGISTERED: tuple[Claim, ...] = (
     _benchmark("memory_ratio", "log-probs of 32,768 words in a twentieth of the memory", _LOGPROB, 0.0, 0.05),
     _benchmark("divergence_ratio", "the full KL costs at most 2.2 log-probs", _LOGPROB, 0.0, 2.2),
     *_fidelity(),
+    *key_to_door_claims.CLAIMS,
 )

@@ -193,16 +193,19 @@ def counted_hindsight(
         raise base.InputError(f"prior must be > 0, got {prior}")
     pi_HNA = worlds.policy(world, logits)
     played_BH, reward_BH = np.asarray(path.played_BH), np.asarray(path.reward_BH, np.float64)
-    one_BHM = np.eye(len(edges) + 1)
+    H, N, A = pi_HNA.shape
+    M, h_BH = len(edges) + 1, np.broadcast_to(np.arange(H), played_BH.shape)
+    # Every turn adds to the classes that followed it: one of returns, or so many turns of each class of rewards.
+    place_BH = ((h_BH * N + np.asarray(path.state_BH)) * A + np.asarray(path.action_BH)) * M
     if of == "return":
-        seen_BHM = one_BHM[classes(edges, np.cumsum(reward_BH[:, ::-1], 1)[:, ::-1])]
+        place_BH = place_BH + classes(edges, np.cumsum(reward_BH[:, ::-1], 1)[:, ::-1])
+        count = np.bincount(place_BH[played_BH], minlength=H * N * A * M)
     else:
-        now_BHM = one_BHM[classes(edges, reward_BH)] * played_BH[..., None]
+        now_BHM = np.eye(M)[classes(edges, reward_BH)] * played_BH[..., None]
         seen_BHM = np.cumsum(now_BHM[:, ::-1], 1)[:, ::-1]
-    count_HNAM = np.zeros((*pi_HNA.shape, len(edges) + 1))
-    h_BH = np.broadcast_to(np.arange(pi_HNA.shape[0]), played_BH.shape)
-    place = tuple(np.asarray(x)[played_BH] for x in (h_BH, path.state_BH, path.action_BH))
-    np.add.at(count_HNAM, place, seen_BHM[played_BH])
+        place_BHM = place_BH[..., None] + np.arange(M)
+        count = np.bincount(place_BHM[played_BH].ravel(), seen_BHM[played_BH].ravel(), H * N * A * M)
+    count_HNAM = count.reshape(H, N, A, M)
     h_HNAM = (count_HNAM + prior * pi_HNA[..., None]) / (count_HNAM.sum(2, keepdims=True) + prior)
     return np.log(np.maximum(h_HNAM, FLOOR))
 
