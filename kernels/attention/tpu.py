@@ -32,7 +32,7 @@ def attention(q_BQHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float) 
         raise ValueError(f"attention 'tpu' takes q, k, v of one dtype of {DTYPES}, got {found}: set model.dtype")
     if not B * Q * S:
         return jnp.zeros_like(q_BQHC), jnp.full((B, Q, H), -jnp.inf, jnp.float32)
-    plan = tpu_tile.plan_of(Q * (H // J), S, C, q_BQHC.dtype, scale=scale, soft_cap=soft_cap)
+    plan = tpu_tile.plan_of(Q, H // J, S, C, q_BQHC.dtype, scale=scale, soft_cap=soft_cap)
     ranges = tuple(jnp.clip(x, 0, S).astype(jnp.int32) for x in ranges)
     return _attend(plan, q_BQHC, k_BJSC, v_BJSC, ranges)
 
@@ -44,34 +44,41 @@ def _pad(x, axis: int, tile: int):
 
 
 def _rows(plan, x_BQHC, kv_heads: int):
-    """[B, Q, H, C] -> [B, J, rows, C], row = query * G + head of the group."""
-    B, Q, H, C = x_BQHC.shape
-    x_BJQGC = x_BQHC.reshape(B, Q, kv_heads, H // kv_heads, C).transpose(0, 2, 1, 3, 4)
-    return _pad(x_BJQGC.reshape(B, kv_heads, -1, C), 2, plan.rows)
+    """[B, Q, H, C] -> [B, J, rows, C]: block by block, of the queries of each head of the group."""
+    B, _, H, C = x_BQHC.shape
+    G = H // kv_heads
+    x_BQHC = _pad(x_BQHC, 1, plan.rows // G)
+    x_BJNGIC = x_BQHC.reshape(B, -1, plan.rows // G, kv_heads, G, C).transpose(0, 3, 1, 4, 2, 5)
+    return x_BJNGIC.reshape(B, kv_heads, -1, C)
 
 
 def _lines(plan, x_BQH, kv_heads: int):
     """[B, Q, H] -> [B, J, 1, rows]."""
-    return jnp.swapaxes(_rows(plan, x_BQH[..., None], kv_heads), 2, 3)
+    return _rows(plan, x_BQH[..., None], kv_heads).reshape(x_BQH.shape[0], kv_heads, 1, -1)
 
 
-def _queries(x_BJCR, queries: int, heads: int):
+def _queries(plan, x_BJCR, queries: int, heads: int):
     """[B, J, C, rows] -> [B, Q, H, C]."""
     B, J, C, _ = x_BJCR.shape
-    x_BJCQG = x_BJCR[..., : queries * (heads // J)].reshape(B, J, C, queries, heads // J)
-    return x_BJCQG.transpose(0, 3, 1, 4, 2).reshape(B, queries, heads, C)
+    G = heads // J
+    x_BNIJGC = x_BJCR.reshape(B, J, C, -1, G, plan.rows // G).transpose(0, 3, 5, 1, 4, 2)
+    return x_BNIJGC.reshape(B, -1, heads, C)[:, :queries]
 
 
 def _tiled(plan, q_BQHC, k_BJSC, v_BJSC, ranges):
     """What both passes read: ranges_B4R, q_BJRC, k_BJSC, v_BJSC in whole tiles."""
-    J, group = k_BJSC.shape[1], q_BQHC.shape[2] // k_BJSC.shape[1]
-    ranges_B4R = _pad(jnp.repeat(jnp.stack(ranges, axis=1), group, axis=2), 2, plan.rows)
+    B, _, H, _ = q_BQHC.shape
+    J = k_BJSC.shape[1]
+    G = H // J
+    ranges_B4Q = _pad(jnp.stack(ranges, axis=1), 2, plan.rows // G)
+    ranges_B4N1I = ranges_B4Q.reshape(B, 4, -1, 1, plan.rows // G)
+    ranges_B4R = jnp.broadcast_to(ranges_B4N1I, (*ranges_B4N1I.shape[:3], G, plan.rows // G)).reshape(B, 4, -1)
     return ranges_B4R, _rows(plan, q_BQHC, J), _pad(k_BJSC, 2, plan.keys), _pad(v_BJSC, 2, plan.keys)
 
 
 def _forward(plan, q_BQHC, k_BJSC, v_BJSC, ranges):
     out_BJCR, lse_BJ1R = tpu_forward.forward(plan, *_tiled(plan, q_BQHC, k_BJSC, v_BJSC, ranges))
-    out_BQHC, lse_BQH1 = (_queries(x, *q_BQHC.shape[1:3]) for x in (out_BJCR, lse_BJ1R))
+    out_BQHC, lse_BQH1 = (_queries(plan, x, *q_BQHC.shape[1:3]) for x in (out_BJCR, lse_BJ1R))
     return out_BQHC, lse_BQH1[..., 0]
 
 
@@ -103,7 +110,7 @@ def _attend_bwd(plan, saved, cotangents):
         dout_BJRC = _rows(plan, dout_BQHC, J)
         dq_BJCR, dk, dv = tpu_backward.gradients(plan, ranges_B4R, *lines, q_BJRC, dout_BJRC, k, v)
         S = k_BJSC.shape[2]
-        return _queries(dq_BJCR, Q, H), dk[:, :, :S], dv[:, :, :S]
+        return _queries(plan, dq_BJCR, Q, H), dk[:, :, :S], dv[:, :, :S]
 
     return *gradients(saved, cotangents), None
 

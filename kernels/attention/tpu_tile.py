@@ -1,9 +1,9 @@
 """What the TPU kernels share: the plan of a call, the tiles it reads, and the logits of a tile.
 
 A tile of logits is [keys, rows]: what belongs to a row (its ranges, its log-sum-exp) then lies along the 128 lanes, a
-number per lane; as a column it would be padded to 512 bytes per row. Rows are the queries of a kv head: those of its G
-query heads, one behind the other (query 0 of each head, query 1 of each, ...), so that keys and values are read once
-for all of them, and the kernels know no groups.
+number per lane; as a column it would be padded to 512 bytes per row. The rows of a block are I queries of each of the G
+heads that share a kv head, head by head, so that its keys and values are read once for all of them; the kernels know no
+groups.
 """
 
 import functools
@@ -20,7 +20,7 @@ from rsi_jax.kernels.attention import blocks
 LANES, MIB = 128, 2**20
 HIDDEN = -1e30  # the logit of a hidden key
 FLOOR = -1e29  # where the running maximum starts: exp(HIDDEN - maximum) is exactly 0, also when nothing was seen yet
-TILES = ((1024, 1024), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 128))  # most rows and keys, by preference
+TILES = ((1024, 1024), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 256), (128, 128))  # most rows and keys, by preference
 SMALLEST_VMEM = 16 * MIB  # of every kind of TPU core, and what a program may take by default
 MOST_SMEM = 3 * MIB // 4  # of the 1 MiB of a core, for tables
 
@@ -56,17 +56,22 @@ def vmem() -> int:
         ) from error
 
 
-def plan_of(rows: int, keys: int, head_size: int, dtype, *, scale: float, soft_cap: float) -> Plan:
-    """Chooses the tiles: the first of TILES whose estimate fits the VMEM, cut to the rows and keys there are.
+def plan_of(queries: int, group: int, keys: int, head_size: int, dtype, *, scale: float, soft_cap: float) -> Plan:
+    """Chooses the tiles: the first of TILES whose estimate fits the VMEM, cut to the queries and keys there are.
 
+    group: query heads of a kv head. Their rows share a block, which is at least 128 queries of each.
     Raises: ValueError where none fits.
     """
-    most = vmem()
-    for tile in TILES:
-        R, K = even_tile(rows, tile[0]), even_tile(keys, tile[1])
-        if tile_bytes(R, K, head_size, jnp.dtype(dtype).itemsize) <= most * 3 // 4:
+    most, itemsize = vmem(), jnp.dtype(dtype).itemsize
+    for rows, tile_keys in TILES:
+        R = group * even_tile(queries, max(LANES, rows // group // LANES * LANES))
+        K = even_tile(keys, tile_keys)
+        if tile_bytes(R, K, head_size, itemsize) <= most * 3 // 4:
             return Plan(float(scale), float(soft_cap), R, K, most)
-    raise ValueError(f"head size {head_size} fits no tile of attention 'tpu' in {most // MIB} MiB of VMEM")
+    raise ValueError(
+        f"attention 'tpu' has no tile for heads of size {head_size} in groups of {group}: the least one takes "
+        f"{tile_bytes(R, K, head_size, itemsize) / MIB:.1f} MiB of VMEM, of {most // MIB}"
+    )
 
 
 def even_tile(length: int, most: int) -> int:
