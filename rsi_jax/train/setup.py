@@ -322,7 +322,7 @@ def make_parts(config) -> Parts:
     )
     mesh = sharding.make_mesh(config.mesh.to_dict())
     platform = mesh.devices.flat[0].platform
-    model = dataclasses.replace(model, attention=config.compute.attention or attention.resolve(platform))
+    model = dataclasses.replace(model, attention=config.compute.attention or attention.resolve(platform, mesh.size))
     sampler = rollout_lib.Sampler(
         env, chat, model, sampling, config.rollout.capacity, config.rollout.slots, make_chains(config, chat)
     )
