@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from rsi_jax.kernels.attention import chunked, reference
 
 
-
 def _tpu(*arrays, **knobs):
     from rsi_jax.kernels.attention import tpu  # Pallas takes a second to import
 

@@ -16,11 +16,11 @@ ENTRY = 6  # integers of a block in a walk: block, steps, start1, end1, start2, 
 WIDTH = 8  # integers of a query block in `summary`
 
 
-def covers(lo_NI, hi_NI, keys: int, key_block: int) -> tuple[jax.Array, jax.Array]:
-    """Covers ranges within [0, keys] by an interval of key blocks: start and end [...], start <= end."""
+def covers(lo_NI, hi_NI, keys: int, key_block: int, axis: int | tuple[int, ...] = -1) -> tuple[jax.Array, jax.Array]:
+    """Covers the ranges along `axis`, within [0, keys], by an interval of key blocks: start and end, start <= end."""
     some = lo_NI < hi_NI
-    start_N = jnp.min(jnp.where(some, lo_NI, keys), axis=-1) // key_block
-    end_N = (jnp.max(jnp.where(some, hi_NI, 0), axis=-1) + key_block - 1) // key_block
+    start_N = jnp.min(jnp.where(some, lo_NI, keys), axis=axis) // key_block
+    end_N = (jnp.max(jnp.where(some, hi_NI, 0), axis=axis) + key_block - 1) // key_block
     return start_N, jnp.maximum(start_N, end_N)
 
 

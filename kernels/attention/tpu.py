@@ -106,9 +106,9 @@ def _attend_bwd(plan, saved, cotangents):
         along_BQH = jnp.sum(dout_BQHC.astype(jnp.float32) * out_BQHC.astype(jnp.float32), axis=-1)
         shift_BQH = jnp.where(seen_BQH, dlse_BQH, 0) - along_BQH
         ranges_B4R, q_BJRC, k, v = _tiled(plan, q_BQHC, k_BJSC, v_BJSC, ranges)
-        lines = (_lines(plan, x, J) for x in (jnp.where(seen_BQH, lse_BQH, 0), shift_BQH))
+        lse_BJ1R, shift_BJ1R = (_lines(plan, x, J) for x in (jnp.where(seen_BQH, lse_BQH, 0), shift_BQH))
         dout_BJRC = _rows(plan, dout_BQHC, J)
-        dq_BJCR, dk, dv = tpu_backward.gradients(plan, ranges_B4R, *lines, q_BJRC, dout_BJRC, k, v)
+        dq_BJCR, dk, dv = tpu_backward.gradients(plan, ranges_B4R, lse_BJ1R, shift_BJ1R, q_BJRC, dout_BJRC, k, v)
         S = k_BJSC.shape[2]
         return _queries(plan, dq_BJCR, Q, H), dk[:, :, :S], dv[:, :, :S]
 

@@ -1,4 +1,4 @@
-"""The backward kernels on a TPU: dq over the key blocks of a block of rows; dk and dv over the row blocks of a key block.
+"""The backward kernels on a TPU: dq over the key blocks of a row block; dk and dv over the row blocks of a key block.
 
 Each of the two computes the weights again from the log-sum-exp, so that neither stores partial sums in HBM:
 

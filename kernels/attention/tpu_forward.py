@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from rsi_jax.kernels.attention import blocks, tpu_tile
+from rsi_jax.kernels.attention import blocks, chunked, tpu_tile
 
 
 def forward(plan: tpu_tile.Plan, ranges_B4R, q_BJRC, k_BJSC, v_BJSC) -> tuple[jax.Array, jax.Array]:
@@ -36,7 +36,7 @@ def _kernel(
 
     @pl.when(step.first)
     def _():
-        top_ref[...] = jnp.full_like(top_ref, tpu_tile.FLOOR)
+        top_ref[...] = jnp.full_like(top_ref, chunked.FLOOR)
         total_ref[...] = jnp.zeros_like(total_ref)
         sum_ref[...] = jnp.zeros_like(sum_ref)
 

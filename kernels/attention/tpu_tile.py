@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rsi_jax.kernels.attention import blocks
+from rsi_jax.kernels.attention import blocks, chunked
 
 LANES, MIB = 128, 2**20
-HIDDEN = -1e30  # the logit of a hidden key
-FLOOR = -1e29  # where the running maximum starts: exp(HIDDEN - maximum) is exactly 0, also when nothing was seen yet
-TILES = ((1024, 1024), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 256), (128, 128))  # most rows and keys, by preference
+# Rows and keys of a tile at most, by preference.
+TILES = ((1024, 1024), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 256), (128, 128))
 SMALLEST_VMEM = 16 * MIB  # of every kind of TPU core, and what a program may take by default
 MOST_SMEM = 3 * MIB // 4  # of the 1 MiB of a core, for tables
 
@@ -130,7 +129,7 @@ def by_keys(key_blocks: int, row_blocks: int) -> Callable[[blocks.Step], Place]:
 
 
 def visit(visits, place: Place, summary_ref, ranges_ref, body: Callable) -> None:
-    """Runs body(hide) on a tile in which anything is seen; hide(logit_KR) puts HIDDEN where a row does not see a key."""
+    """Runs body(hide) where anything of a tile is seen; hide(logit_KR) puts HIDDEN where a row does not see a key."""
     some = visits & blocks.sees(summary_ref, place.entry, place.m)
     whole = blocks.sees_all(summary_ref, place.entry, place.m)
 
@@ -138,7 +137,7 @@ def visit(visits, place: Place, summary_ref, ranges_ref, body: Callable) -> None
         key_KR = place.m * logit_KR.shape[0] + jax.lax.broadcasted_iota(jnp.int32, logit_KR.shape, 0)
         lo1, hi1, lo2, hi2 = (ranges_ref[i : i + 1, :] for i in range(4))
         shown = ((lo1 <= key_KR) & (key_KR < hi1)) | ((lo2 <= key_KR) & (key_KR < hi2))
-        return jnp.where(shown, logit_KR, HIDDEN)
+        return jnp.where(shown, logit_KR, chunked.HIDDEN)
 
     pl.when(some & whole)(functools.partial(body, lambda logit_KR: logit_KR))
     pl.when(some & ~whole)(functools.partial(body, hide))
