@@ -40,13 +40,18 @@ def walks(ranges, block, keys, key_block):
     return summary, *(blocks.walk(x) for x in bounds)
 
 
-def steps_of(table, most):
-    """Takes all steps of a walk: [(block, other), ...] of those that visit, and the number of all."""
-    index = np.indices((table.size // (2 * blocks.ENTRY), int(most))).reshape(2, -1)
-    step = jax.tree.map(np.asarray, jax.jit(jax.vmap(functools.partial(blocks.step_of, table)))(*index))
+step_at = jax.jit(jax.vmap(blocks.step_of, (None, 0, 0)))
+
+
+def steps_of(table, most, bound):
+    """Takes `bound` steps of each program: [(block, other), ...] of those that visit, and the steps of the grid."""
+    programs = table.size // (2 * blocks.ENTRY)
+    step = jax.tree.map(np.asarray, step_at(table, *np.indices((programs, bound)).reshape(2, -1)))
     for flag in (step.first, step.last):  # every block starts once and is written once
         assert sorted(step.block[flag]) == list(range(step.block.max() + 1))
-    return list(zip(step.block[step.visits].tolist(), step.other[step.visits].tolist(), strict=True)), index.shape[1]
+    assert most <= bound
+    visited = zip(step.block[step.visits].tolist(), step.other[step.visits].tolist(), strict=True)
+    return list(visited), programs * int(most)
 
 
 @pytest.mark.parametrize(("queries", "keys", "block", "key_block"), [(24, 50, 4, 7), (24, 9, 8, 4)])
@@ -60,9 +65,9 @@ def test_every_visible_pair_is_visited_once_in_both_directions(queries, keys, bl
         mask = mask.reshape(2 * N, block, M, key_block)
         summary, rows, turned = walks(ranges, block, keys, key_block)
         seen = set(zip(*(x.tolist() for x in mask.any((1, 3)).nonzero()), strict=True))
-        visited, _ = steps_of(*rows)
+        visited, _ = steps_of(*rows, 2 * M + 2)
         assert len(set(visited)) == len(visited) and seen <= set(visited)
-        found, _ = steps_of(*turned)
+        found, _ = steps_of(*turned, 2 * N + 2)
         assert len(set(found)) == len(found)
         assert seen <= {(at // M * N + other, at % M) for at, other in found}
         entry, m = (x.reshape(-1) for x in np.indices((2 * N, M)))
@@ -75,12 +80,12 @@ def test_causal_rows_take_as_many_steps_as_visits_and_windows_few():
     causal, n = attention_op.causal_ranges(jnp.asarray([T]), T), T // block
     summary, *both = walks(causal, block, T, block)
     for walk in both:
-        visited, steps = steps_of(*walk)
+        visited, steps = steps_of(*walk, n + 2)
         assert len(visited) == steps == n * (n + 1) // 2
     inner = np.asarray(summary)[0, :, 6:]
     np.testing.assert_array_equal(inner, [[0, i] for i in range(n)])  # below the diagonal no tile takes a mask
     for walk in walks(causal.window(jnp.arange(T)[None], 128), block, T, block)[1:]:
-        visited, steps = steps_of(*walk)
+        visited, steps = steps_of(*walk, n + 2)
         assert len(visited) <= steps <= n * 3
 
 
@@ -150,7 +155,6 @@ def test_memory_is_linear_in_tokens_on_devices(capsys):
 
 @pytest.mark.slow
 def test_too_much_memory_is_refused_by_the_compiler(monkeypatch):
-    monkeypatch.setattr(tpu_tile, "vmem", lambda: 2**40)
-    monkeypatch.setattr(tpu_tile, "TILES", ((8192, 8192),))
+    monkeypatch.setattr(tpu_tile, "plan_of", lambda *_, **__: tpu_tile.Plan(1.0, 0.0, 1024, 1024, 4 * tpu_tile.MIB))
     with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)vmem"):
-        no_tpu.compiled("v5e", both_passes, *specs(16_384))
+        no_tpu.compiled("v5e", both_passes, *specs(4096))
