@@ -53,7 +53,7 @@ STUDY = repro.Study(
         "credit.turn_gae.lambda_=0.95",
         "credit.turn_gae.scale=std",
         "rl.updates=100000",
-        "rl.max_minutes=8",
+        "rl.max_minutes=5",
         "rl.schedule=cosine",
         "rl.groups=16",
         "rl.group_size=1",
@@ -64,14 +64,14 @@ STUDY = repro.Study(
         "rl.entropy_coef=0.01",
         "rl.reward_scale=0.05",
     ),
-    quick=("rl.max_minutes=4",),
+    quick=("rl.max_minutes=3",),
     quick_arms=("full",),
     metric="score",
     kept=("return", "success", "illegal"),
     curve="reward",
     seeds=3,
     quick_seeds=1,
-    minutes=11,
+    minutes=8,
 )
 
 
@@ -88,7 +88,7 @@ def _claim(name: str, text: str, read, low: float, arms: tuple[str, ...]) -> cla
         config=STUDY.config,
         arms=arms,
         seeds=STUDY.seeds,
-        budget="8 minutes of PPO on one core (quick: 4)",
+        budget="5 minutes of PPO on one core (quick: 3)",
     )
 
 
