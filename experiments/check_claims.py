@@ -40,6 +40,21 @@ has one, lies within the tolerance; claims and tolerances were written before th
 How an experiment becomes a row: before it runs it declares its claims, their source, tolerance, arms, seeds, budgets;
 its rows are kept under results/; interquartile means and bootstrap intervals come from experiments/aggregate.py.
 
+A survey of 41 credit-assignment methods (arXiv 2604.09459) found none that reports its compute or compares at equal
+compute, and two that report a variance. What every comparison of arms here reports, and where:
+
+| what | where |
+|---|---|
+| compute | tokens sampled (continuations included), tokens of other forwards, seconds of one core; each in the table |
+| equal compute | success after equal time, and after equal sampled tokens, side by side; what ended early is marked |
+| variance | seeds by arm; interquartile mean, 95% stratified bootstrap; paired differences with Student's interval |
+| tuning | as many knob trials for every arm, on a seed of their own, their rows kept (results/*_trials.jsonl) |
+| controls | the same hint with irrelevant words, a penalty at the same places, more supervised training on the same mix |
+| side effects | small talk, entropy, what the teacher and the student think of the right action, first and last batches |
+| censoring | a run that misses the target is a lower bound, marked `>`; one that diverged counts as success 0 |
+| how to do it again | the command; in each row the overrides, a digest of the effective config, the commit, the date |
+| what failed | LOG.md, with dates; a claim that fails stays in the table as **no** |
+
 | claim | script | config | number | tolerance | holds | hardware | commit | date |
 |---|---|---|---|---|---|---|---|---|
 """
