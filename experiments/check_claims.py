@@ -50,7 +50,7 @@ compute, and two that report a variance. What every comparison of arms here repo
 | variance | seeds by arm; interquartile mean, 95% stratified bootstrap; paired differences with Student's interval |
 | tuning | as many knob trials for every arm, on a seed of their own, their rows kept (results/*_trials.jsonl) |
 | controls | irrelevant words as a hint, a penalty at the same places, more supervised training on the same mix |
-| side effects | small talk, entropy, the probability of the right action with and without a hint, at the start and the end |
+| side effects | small talk, entropy, the right action with and without a hint, at the start and the end |
 | censoring | a run that misses the target is a lower bound, marked `>`; one that diverged counts as success 0 |
 | how to do it again | the command; in each row the overrides, a digest of the effective config, the commit, the date |
 | what failed | LOG.md, with dates; a claim that fails stays in the table as **no** |
