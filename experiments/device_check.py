@@ -8,10 +8,9 @@ gradients, while the device's free memory is filled with NaN, so that what a ker
 rates against two ceilings measured in the same run, a copy and a bfloat16 matmul, and beside cuDNN and the plain form
 where these run. Nothing is claimed of a device that is not there. Under 5 minutes on one accelerator.
 
-stdout ends with one JSON line: device, jax, seed, checks [{op, case, dtype, error,
-tolerance, ok}], ceilings {copy_gb_s,
-matmul_tflop_s}, rates [{op, case, ms, tflop_s, share}], failed; or skipped (the reason). Exit code 1 when a check
-failed.
+stdout ends with one JSON line: device, jax, seed, checks [{op, case, dtype, error, tolerance, ok}], ceilings
+{copy_gb_s, matmul_tflop_s}, rates [{op, case, ms, tflop_s, share}], failed; or skipped (the reason). Exit code 1 when a
+check failed.
 """
 
 import functools
