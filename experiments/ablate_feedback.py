@@ -36,7 +36,8 @@ def unit(asked: sweep.Sweep, name: str, horizon: int, seed: int, rl_minutes: flo
     label = f"warm_up{f'_{updates}' if updates else ''}/{horizon}/{seed}"
     after = sweep.Unit(label, feedback_factors.CONFIG, (*warmed, "stages=('lm',)"), seed, minutes=2)
     overrides = (*warmed, *ablate_horizon.MEASURE, *ablate_horizon.rl_from(asked, after, rl_minutes), *knobs)
-    fields = {"arm": name, "factor": factor, "horizon": horizon, "knobs": list(knobs)}
+    overrides += (f"rl.stop_at={horizon_arms.STOP}",)
+    fields = {"arm": name, "factor": factor, "horizon": horizon, "knobs": list(knobs), "budget_s": 60 * rl_minutes}
     return sweep.Unit(f"{name}/{horizon}/{seed}", feedback_factors.CONFIG, overrides, seed, fields, 6, (after,))
 
 

@@ -4,20 +4,22 @@ python -m experiments.ablate_horizon
 python -m experiments.ablate_horizon --arms=textual_feedback,grpo --horizons=16,64
 python -m experiments.ablate_horizon --quick
 
-At each horizon L the number of sub-goals is L / 4, so success by chance goes to 0. A seed warms up once per horizon, on
-short un-hinted and long hinted demonstrations; all its arms start from that (but `more_sft`, which goes on with it).
-Every arm then has the same time on one core (experiments/horizon_arms.py: SIZES), in seconds of CPU, so that whatever
-else the machine does costs no arm anything; RL alone is timed, without evaluations, after its programs were compiled by
-a run of two batches. The learning rate decays over that time. First come the knob trials (not compiled beforehand):
-three per arm, at L = 64, on seed 100, one run each; the arm's best (success after, then fewer invalid calls) is what it
-runs with. Rows of trials and runs are appended as they finish; an interrupted sweep continues. --quick: L = 16, one
-seed, the headline arms, half a minute of RL each, no trials; its rows stay in the run folder.
+At each horizon L the number of sub-goals is L / 4, so success by chance goes to 0. A seed warms up once per horizon,
+on short un-hinted and long hinted demonstrations; all its arms start from that (but `more_sft`, which goes on with
+it). Every arm then has the same time on one core (experiments/horizon_arms.py: SIZES), in seconds of CPU, so that
+whatever else the machine does costs no arm anything; RL alone is timed, without evaluations, after its programs were
+compiled by a run of two batches. The learning rate decays over that time; a run whose running success reaches 0.95 is
+done and stops. First come the knob trials (not compiled beforehand, never stopped): three per arm, at L = 64, on seed
+100, one run each; the arm's best (success after, then fewer invalid calls) is what it runs with. Rows of trials and
+runs are appended as they finish; an interrupted sweep continues. --quick: L = 16, one seed, the headline arms, half a
+minute of RL each, no trials; its rows stay in the run folder.
 
 Solved: the mean success of the last 5 batches (64 episodes each, no hints in the context) reaches 0.9. A run that does
 not reach it is right-censored: its tokens are a lower bound. Tokens are those that the policy sampled, continuations
 included; the forward tokens of hints, of rescoring and of training stand beside them in the rows. Success at equal
-tokens: when each run had sampled as many as the one that sampled fewest at that horizon. Success at the budget: 256 new
-episodes after equal time. Intervals: 95%, bootstrap over seeds. A run that diverged counts as success 0.
+tokens: when each run had sampled as many as the one that sampled fewest in its whole time at that horizon, or was
+done. Success at the budget: 256 new episodes after equal time, or when it was done. Intervals: 95%, bootstrap over
+seeds. A run that diverged counts as success 0.
 
 stdout ends with one JSON line: rows [{arm, horizon, seeds, tokens_to_0.9, wall_s_to_0.9, success_at_tokens,
 success_at_budget, low, high, tokens, wall_s, censored, diverged, knobs}] (low, high: of success_at_budget; tokens,
@@ -99,7 +101,8 @@ def unit(
         after = (warm_up(name, horizon, seed, shape),)
         overrides += rl_from(asked, after[0], rl_minutes)
     knobs = arm.trials[trial]
-    fields = {"arm": name, "horizon": horizon, "knobs": list(knobs), "trial": trial}
+    overrides += () if tried else (f"rl.stop_at={horizon_arms.STOP}",)
+    fields = {"arm": name, "horizon": horizon, "knobs": list(knobs), "trial": trial, "budget_s": 60 * rl_minutes}
     label = f"{name}/{horizon}/{seed}" + (f"/trial {trial}" if tried else "")
     overrides += [*arm.overrides, *knobs]
     return sweep.Unit(label, horizon_arms.CONFIG, tuple(overrides), seed, fields, size.minutes, after)

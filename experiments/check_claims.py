@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import claims, cli, sweep
+from experiments import claims, cli, registry, sweep
 
 FLAGS = cli.Flags()
 _ONLY = FLAGS.list("only", [], "claims to check, by the beginning of their names (default: all)")
@@ -35,17 +35,32 @@ HEAD = """# Claims, and what was measured last
 
 Made by `python -m experiments.check_claims --write` from results/claims.jsonl; do not edit. Each row is remade by
 its script; `--only=<beginning of a name>` keeps to some. A claim holds when its number, with its 95% interval where it
-has one, lies within the tolerance; claims and tolerances were written before the run (experiments/claims.py).
+has one, lies within the tolerance; claims and tolerances were written before the run (experiments/registry.py).
 
 How an experiment becomes a row: before it runs it declares its claims, their source, tolerance, arms, seeds, budgets;
 its rows are kept under results/; interquartile means and bootstrap intervals come from experiments/aggregate.py.
+
+A survey of 41 credit-assignment methods (arXiv 2604.09459) found none that reports its compute or compares at equal
+compute, and two that report a variance. What every comparison of arms here reports, and where:
+
+| what | where |
+|---|---|
+| compute | tokens sampled (continuations included), tokens of other forwards, seconds of one core; each in the table |
+| equal compute | success after equal time, and after equal sampled tokens, side by side; what ended early is marked |
+| variance | seeds by arm; interquartile mean, 95% stratified bootstrap; paired differences with Student's interval |
+| tuning | as many knob trials for every arm, on a seed of their own, their rows kept (results/*_trials.jsonl) |
+| controls | irrelevant words as a hint, a penalty at the same places, more supervised training on the same mix |
+| side effects | small talk, entropy, the right action with and without a hint, at the start and the end |
+| censoring | a run that misses the target is a lower bound, marked `>`; one that diverged counts as success 0 |
+| how to do it again | the command; in each row the overrides, a digest of the effective config, the commit, the date |
+| what failed | LOG.md, with dates; a claim that fails stays in the table as **no** |
 
 | claim | script | config | number | tolerance | holds | hardware | commit | date |
 |---|---|---|---|---|---|---|---|---|
 """
 
 
-def select(names: Sequence[str], known: Sequence[claims.Claim] = claims.REGISTERED) -> list[claims.Claim]:
+def select(names: Sequence[str], known: Sequence[claims.Claim] = registry.REGISTERED) -> list[claims.Claim]:
     """The claims whose names begin so, all without names. Raises: base.InputError for a beginning of none."""
     from rsi_jax import base
 
@@ -109,7 +124,7 @@ def keep(rows: Sequence[Mapping[str, Any]], file: pathlib.Path, page: pathlib.Pa
     """Puts rows in the place of those of the same names, in the order of the registry, and makes the table anew."""
     from rsi_jax import metrics
 
-    known = {claim.name: {"tolerance": claim.tolerance} for claim in claims.REGISTERED}
+    known = {claim.name: {"tolerance": claim.tolerance} for claim in registry.REGISTERED}
     all_rows = {row["name"]: row for row in [*cli.read_rows(file), *rows]}
     kept = [metrics.jsonable(all_rows[name] | now) for name, now in known.items() if name in all_rows]
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from experiments import claims
 
 CONFIG = "configs/tool_calls.py"
 TRIAL_SEED, TRIAL_HORIZON = 100, 64
+STOP = 0.95  # running success at which a run is done
 TARGET, WINDOW = 0.9, 5  # solved: mean success of the last WINDOW batches (64 episodes each) reaches TARGET
 
 

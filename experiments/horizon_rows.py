@@ -89,13 +89,17 @@ def read(
 
 
 def equal_tokens(runs: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """By horizon, the tokens that every RL run has sampled: as many as the one that sampled fewest."""
-    least: dict[int, int] = {}
+    """By horizon, the tokens at which RL runs are compared: those of the run that sampled fewest in its whole time.
+
+    A run that was done before its time counts only where all were: then the one that sampled most.
+    """
+    whole: dict[int, list[int]] = {}
+    done: dict[int, list[int]] = {}
     for run in runs:
         if "diverged" not in run and run["curve"]:
-            tokens = run["tokens"]["generated"]
-            least[run["horizon"]] = min(tokens, least.get(run["horizon"], tokens))
-    return least
+            kind = whole if run["method_s"] >= run["budget_s"] else done
+            kind.setdefault(run["horizon"], []).append(run["tokens"]["generated"])
+    return {horizon: min(whole[horizon]) if horizon in whole else max(done[horizon]) for horizon in {*done, *whole}}
 
 
 def _success_at(run: Mapping[str, Any], tokens: int | None) -> float | None:

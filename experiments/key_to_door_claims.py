@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 
-from experiments.claim import Claim, Line, Reading
+from experiments.claims import Claim, Line, Reading
 
 SHORT, LONG = 13, 103
 

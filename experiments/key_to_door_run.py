@@ -1,4 +1,4 @@
-"""Trains a table of logits in `key_to_door` with one credit estimate, for `experiments.repro_key_to_door`."""
+"""Trains logits in `key_to_door` with one credit estimate, for `experiments.repro_key_to_door`."""
 
 import collections
 import dataclasses
@@ -23,6 +23,7 @@ POINTS = 50  # of a learning curve
 RATES = (0.01, 0.03, 0.1)  # of Adam, the knob trials of every arm
 TRIAL_SEED = 100  # and on; at the longest horizon
 LAST = 64  # batches in which hindsight is counted: 512 episodes, as in credit_fidelity
+POLICIES = ("turn", "state")  # what logits belong to
 ADAM = optax.scale_by_adam()
 
 
@@ -57,6 +58,7 @@ class Form:
     seeds: int
     trial_seeds: int
     episodes: int
+    policy: str = POLICIES[0]
 
 
 WHOLE = Form(tuple(ARMS), (13, 33, 103), seeds=5, trial_seeds=2, episodes=10_000)
@@ -65,13 +67,14 @@ QUICK = Form(("reinforce", "hca", "cocoa", "cocoa_counted"), (13, 103), seeds=5,
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training. episodes: a multiple of the batch is played."""
+    """One training. episodes: a multiple of the batch is played. policy: one of POLICIES."""
 
     arm: str
     horizon: int
     seed: int
     rate: float
     episodes: int
+    policy: str = POLICIES[0]
 
     @property
     def digest(self) -> str:
@@ -169,6 +172,8 @@ def train(run: Run) -> dict[str, Any]:
         tokens += int(np.sum(sample.path.played_BH))
         if past or not last:
             gradient, extra = gradient_of(run.arm, Drawn(case, logits, sample, tuple(past), key_columns))
+            if run.policy == "turn":  # one logit for all states of a turn: its gradient is the sum of theirs
+                gradient = np.broadcast_to(gradient.sum(1, keepdims=True), gradient.shape)
             moved, adam = climb(logits, adam, gradient.astype(np.float32), run.rate)
             logits, tokens = np.asarray(moved), tokens + extra
         past.append(sample)
@@ -181,7 +186,9 @@ def train(run: Run) -> dict[str, Any]:
 def trials_of(form: Form, arm: str) -> dict[float, list[Run]]:
     """The knob trials of an arm: as many for every arm, at the longest horizon."""
     seeds = range(TRIAL_SEED, TRIAL_SEED + form.trial_seeds)
-    return {rate: [Run(arm, max(form.horizons), seed, rate, form.episodes) for seed in seeds] for rate in RATES}
+    return {
+        rate: [Run(arm, max(form.horizons), seed, rate, form.episodes, form.policy) for seed in seeds] for rate in RATES
+    }
 
 
 def best_rate(trials: Mapping[float, float]) -> float:

@@ -5,15 +5,16 @@ python -m experiments.repro_key_to_door
 python -m experiments.repro_key_to_door --arms=cocoa,reinforce --horizons=103 --seeds=10
 
 Meulemans et al. 2023 (https://arxiv.org/abs/2306.16803, section 4.1): in a corridor the agent takes a key, then apples
-whose noisy rewards are nearly all of its return, and gets a small treasure at the far end if it has the key. The longer
-the corridor, the fewer learners find the treasure, but COCOA with rewards as outcomes does at L = 103; HCA and
+whose noisy rewards are nearly all of its return, and gets a small treasure at the far end if it has the key. The
+longer the corridor, the fewer learners find the treasure, but COCOA with rewards as outcomes does at L = 103; HCA and
 REINFORCE hardly do. Batches of 8, 10,000 episodes, learning rates tuned per method and the same at all lengths.
 
 Here the same world is a table (envs.exact.key_to_door says what differs; also, the paper's apples lie at fixed places)
-and the policy a softmax over a table of logits per turn and state, from 0, i.e. uniform: nothing is shared between
-turns, where the paper's MLP shares. Adam, no entropy term, no epsilon of exploration. Credit is of the sampled action;
-the paper's COCOA sums over all actions. P(treasure) and the expected return over the best one are read off the table,
-exactly, not estimated from episodes. Arms (experiments/key_to_door_run.py):
+and the policy a softmax over logits of a turn, from 0, i.e. uniform: with and without the key alike, as a network that
+shares does it. --policy=state: logits of a turn and a state, see below. Adam, no entropy term, no epsilon of
+exploration. Credit is of the sampled action; the paper's COCOA sums over all actions. P(treasure) and the expected
+return over the best one are read off the table, exactly, not estimated from episodes. Arms
+(experiments/key_to_door_run.py):
   reinforce       the return, no baseline
   grpo            the return minus the mean of the batch
   turn_gae        advantage with an exact critic, lambda 0.95, where the paper learned one
@@ -25,13 +26,14 @@ Rates: 3 trials per arm (Adam 0.01, 0.03, 0.1) at the longest horizon on seeds 1
 every horizon. The claims of experiments/key_to_door_claims.py were written before the first run; one that fails is
 printed as FAILED. Intervals: Student, 95%, over seeds; claims pair seeds, which share their first batch.
 
-What a table adds to the paper's problem: states with and without the key learn the apples apart. Who by luck leaves the
-key a little more often learns the apples there first, and then it truly pays to leave it: 0.8 against a treasure of
-0.045 at L = 103. So a run that begins with noise ends at 0 or at 1, and even a true gradient may end at 0.
+The first runs had logits of a state, and failed three of the five claims. What such a table adds to the paper's
+problem: states with and without the key learn the apples apart. Who by luck leaves the key a little more often learns
+the apples there first, and then it truly pays to leave it: 0.8 against a treasure of 0.045 at L = 103. So a run that
+begins with noise ends at 0 or at 1, and even a true gradient may end at 0.
 
-Rows, trials among them, are appended to --results as runs finish; a run that has a row is not done again.
-stdout ends with one JSON line: rows [{arm, horizon, seeds, treasure_at_budget, low, high, treasure_along, return_share,
-episodes, tokens, wall_s, cpu_s, knobs, by_seed}], claims, failed, results, figure.
+Rows, trials among them, are appended to --results as runs finish; a run that has a row is not done again. stdout ends
+with one JSON line: rows [{arm, horizon, seeds, treasure_at_budget, low, high, treasure_along, return_share, episodes,
+tokens, wall_s, cpu_s, knobs, by_seed}], claims, failed, results, figure.
 """
 
 import dataclasses
@@ -46,6 +48,7 @@ _ARMS = FLAGS.list("arms", [], "arms (default: all of the form)")
 _HORIZONS = FLAGS.list("horizons", [], "lengths L (default: 13, 33 and 103; without 33 with --quick)")
 _SEEDS = FLAGS.integer("seeds", 0, "seeds of each arm and horizon, 2 or more (default: 5)", lower_bound=0)
 _EPISODES = FLAGS.integer("episodes", 0, "episodes of a run (default: 10,000; 2,000 with --quick)", lower_bound=0)
+_POLICY = FLAGS.enum("policy", "turn", ["turn", "state"], "what the policy's logits belong to: see above")
 _RESULTS = FLAGS.string("results", "experiments/results/repro_key_to_door.jsonl", "rows; '' keeps none")
 _FIGURE = FLAGS.string("figure", "experiments/results/repro_key_to_door.svg", "the figure; '' draws none")
 
@@ -69,6 +72,7 @@ def asked():
         horizons=tuple(map(int, _HORIZONS.value)) or form.horizons,
         seeds=_SEEDS.value or form.seeds,
         episodes=_EPISODES.value or form.episodes,
+        policy=_POLICY.value,
     )
 
 
@@ -133,7 +137,7 @@ def main(_) -> None:
     for seed in range(form.seeds):
         for horizon in form.horizons:
             for arm in form.arms:
-                run = key_to_door_run.Run(arm, horizon, seed, knobs[arm]["rate"], form.episodes)
+                run = key_to_door_run.Run(arm, horizon, seed, knobs[arm]["rate"], form.episodes, form.policy)
                 done.setdefault((horizon, arm), []).append(kept.of(run))
     rows = [key_to_door_run.summarise(runs, knobs[arm]) for (_, arm), runs in done.items()]
     line = {"rows": rows}

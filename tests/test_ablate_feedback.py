@@ -51,7 +51,8 @@ def test_the_baseline_runs_beside_any_factor():
 
 def run(arm, seed, success, teacher, gain):
     return {
-        "arm": arm, "horizon": 64, "seed": seed, "knobs": [], "updates": 9, "tokens_to_0.9": None, "method_s": 290.0,
+        "arm": arm, "horizon": 64, "seed": seed, "knobs": [], "updates": 9, "tokens_to_0.9": None,
+        "method_s": 290.0, "budget_s": 290.0,
         "before": {"success": 0.25, "gain": gain}, "after": {"success": success, "filler_correct": 1.0},
         "method_s_to_0.9": None, "lm_s": 20.0,
         "tokens": {"generated": 1000, "hint": 50}, "curve": [[500, 100.0, 0.3], [1000, 290.0, success]],

@@ -81,6 +81,7 @@ def made_run(arm: str, seed: int, after: float, solved: tuple[int, float] | None
         "method_s_to_0.9": solved and solved[1],
         "tokens": {"generated": tokens, "scored": 5, "trained": 20, "hint": 3},
         "method_s": 60.0,
+        "budget_s": 60.0,
         "lm_s": 70.0,
         "updates": 2,
         "curve": [[tokens // 2, 30.0, after / 2], [tokens, 60.0, after]],
@@ -114,6 +115,15 @@ def test_rows_by_hand():
     )
     assert (by["sdpo"]["success_at_budget"], by["sdpo"]["diverged"], by["sdpo"]["censored"]) == (0.0, 1, 1)
     assert horizon_rows.said(700.0, True) == ">700" and horizon_rows.said(None, True) == "-"
+
+
+def test_a_run_that_was_done_early_is_compared_as_it_was_left():
+    early = made_run("textual_feedback", 2, 0.96, (100, 5.0), tokens=200, method_s=20.0)
+    rows, equal = horizon_rows.summarise([*RUNS, early])
+    assert equal == {16: 400}  # not its 200
+    assert rows[0]["success_at_tokens"] == pytest.approx((0.1 + 0.1 + 0.96) / 3)
+    _, equal = horizon_rows.summarise([early, early | {"tokens": {"generated": 300}}])
+    assert equal == {16: 300}
 
 
 def test_a_run_is_read_from_its_folder(tmp_path):

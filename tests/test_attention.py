@@ -327,15 +327,17 @@ def test_a_long_prompt_over_a_long_cache_takes_linear_memory():
 
 def test_every_platform_has_a_default_that_is_linear():
     for platform in ("cpu", "gpu", "cuda", "tpu"):
-        assert attention_op.resolve(platform) in set(api.IMPLEMENTATIONS) - {"reference"}
+        for devices in (1, 8):
+            assert attention_op.resolve(platform, devices) in set(api.IMPLEMENTATIONS) - {"reference"}
+    assert [attention_op.resolve("tpu", devices) for devices in (1, 4)] == ["tpu", "chunked"]
     with pytest.raises(ValueError, match="'rocm'; known: cpu, gpu, cuda, tpu"):
-        attention_op.resolve("rocm")
+        attention_op.resolve("rocm", 1)
 
 
 def test_misuse_of_attention_is_named():
     q, k, v = draw(9, 1, 4, 4, 3, 2, 2)
     ranges = attention_op.causal_ranges(jnp.asarray([4]), 4)
-    with pytest.raises(ValueError, match="known: reference, chunked"):
+    with pytest.raises(ValueError, match="known: reference, chunked, tpu"):
         attention_op.attention(q, k, v, ranges, scale=1.0, implementation="flash")
     for name in ("reference", "chunked"):
         with pytest.raises(ValueError, match="3 query heads do not divide into 2 kv heads"):

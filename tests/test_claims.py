@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments import aggregate, check_claims, claims, cli, credit_fidelity, fidelity_claims
+from experiments import aggregate, check_claims, claims, cli, credit_fidelity, fidelity_claims, registry
 from experiments.aggregate import Point
 from rsi_jax import base
 
@@ -67,8 +67,8 @@ def test_the_whole_interval_must_lie_within():
 
 
 def test_every_claim_of_credit_fidelity_is_registered_and_judged_as_its_script_does():
-    assert len({one.name for one in claims.REGISTERED}) == len(claims.REGISTERED)
-    mine = [one for one in claims.REGISTERED if one.name.startswith("credit_fidelity/")]
+    assert len({one.name for one in registry.REGISTERED}) == len(registry.REGISTERED)
+    mine = [one for one in registry.REGISTERED if one.name.startswith("credit_fidelity/")]
     rng = np.random.default_rng(0)
 
     def read(reading):
@@ -111,7 +111,7 @@ def test_measure_reads_the_last_line_of_stdout_or_says_what_went_wrong(tmp_path,
 
 def test_the_table_keeps_what_did_not_run_and_escapes_what_would_break_it(tmp_path, monkeypatch):
     known = (claim("a", 0, 9, config="configs/x.py"), claim("b", 0, 9), claim("c", 0, 9))
-    monkeypatch.setattr(claims, "REGISTERED", known)
+    monkeypatch.setattr(registry, "REGISTERED", known)
     origin = {"fault": "", "commit": "abc", "date": "2026-12-01", "hardware": "2 cores"}
 
     def row(one, value):

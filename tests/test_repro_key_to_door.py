@@ -15,6 +15,7 @@ from experiments import (
     key_to_door_claims,
     key_to_door_figure,
     key_to_door_run,
+    registry,
     repro_key_to_door,
 )
 from experiments.key_to_door_run import ARMS, QUICK, WHOLE, Run
@@ -110,7 +111,7 @@ def test_claims_pair_seeds_and_are_registered():
     assert by_name["gap_grows"].read(line)[0] == pytest.approx((0.4 + 0.1 + 0.5) / 3)
     line["rows"].append(made("hca", 103, 0.9, 1.0, 0.9))
     assert not claims.judge(by_name["hca_not_better"], line)["held"]  # 0, 0, 0.1: maybe better
-    assert set(key_to_door_claims.CLAIMS) <= set(claims.REGISTERED)
+    assert set(key_to_door_claims.CLAIMS) <= set(registry.REGISTERED)
     assert {arm for claim in key_to_door_claims.CLAIMS for arm in claim.arms} <= set(QUICK.arms) <= set(WHOLE.arms)
     assert {key_to_door_claims.SHORT, key_to_door_claims.LONG} <= set(QUICK.horizons) <= set(WHOLE.horizons)
 

@@ -139,6 +139,13 @@ def test_a_task_without_demonstrations_is_refused(tmp_path):
         setup.make_parts(config)
 
 
+def test_the_attention_of_a_tpu_is_refused_on_what_is_none(tmp_path):
+    config = default.get_config()
+    config.compute.attention = "tpu"
+    with pytest.raises(base.InputError, match="compute.attention='tpu' needs a mesh of one TPU, this is one of 8 cpu"):
+        setup.make_parts(config)
+
+
 def test_the_run_folder_is_named_by_the_effective_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = default.get_config()

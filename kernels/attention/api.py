@@ -18,8 +18,15 @@ import jax.numpy as jnp
 
 from rsi_jax.kernels.attention import chunked, reference
 
-IMPLEMENTATIONS = {"reference": reference.attention, "chunked": chunked.attention}
-DEFAULTS = {"cpu": "chunked", "gpu": "chunked", "cuda": "chunked", "tpu": "chunked"}  # platform: implementation
+
+def _tpu(*arrays, **knobs):
+    from rsi_jax.kernels.attention import tpu  # Pallas takes a second to import
+
+    return tpu.attention(*arrays, **knobs)
+
+
+IMPLEMENTATIONS = {"reference": reference.attention, "chunked": chunked.attention, "tpu": _tpu}
+DEFAULTS = {"cpu": "chunked", "gpu": "chunked", "cuda": "chunked", "tpu": "tpu"}  # platform: implementation
 FEW = 32  # queries that score the whole cache at once: faster on a decode step than the loop over blocks
 CACHE_BLOCK = 512  # keys of a block for more of them; a chunk of a prompt has few query blocks, so long key blocks win
 
@@ -54,14 +61,15 @@ def causal_ranges(length_B: jax.Array, tokens: int) -> Ranges:
     return Ranges(zero_BT, zero_BT, zero_BT, jnp.where(used_BT, query_BT + 1, 0))
 
 
-def resolve(platform: str) -> str:
+def resolve(platform: str, devices: int) -> str:
     """Names the implementation that is the default of a platform: 'cpu', 'gpu', 'cuda' or 'tpu'; never the reference.
 
+    devices: those of the mesh. XLA splits no Pallas kernel, so that of the TPU is the default of one device only.
     Raises: ValueError for another platform.
     """
     if platform not in DEFAULTS:
         raise ValueError(f"attention has no default implementation on {platform!r}; known: {', '.join(DEFAULTS)}")
-    return DEFAULTS[platform]
+    return DEFAULTS[platform] if devices == 1 else "chunked"
 
 
 def attention(
@@ -79,11 +87,11 @@ def attention(
 
     soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 = none.
     implementation: 'reference' (O(Q S) memory, the definition) | 'chunked' (linear memory, skips the key blocks that no
-      query sees; runs on every platform). `resolve` names the default of a platform.
+      query sees; runs on every platform) | 'tpu' (the same by Pallas kernels, on one TPU). `resolve` names the default.
     return_lse: also return lse = log sum over the visible keys of exp(logit), nats, float32 [B, Q, H], differentiable:
       parts of the keys attended apart merge as out = sum_i exp(lse_i - lse) out_i, lse = logsumexp_i lse_i.
     Returns: out [B, Q, H, C] in the dtype of q, or (out, lse). A query that sees nothing: 0 and -inf, no gradient.
-    Raises: ValueError for another implementation, and where H is no multiple of J.
+    Raises: ValueError for another implementation, where H is no multiple of J, and what 'tpu' does not take.
     """
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from rsi_jax.kernels.attention import reference
+from rsi_jax.kernels.attention import blocks, reference
 
 HIDDEN = -1e30  # the logit of a hidden key
 FLOOR = -1e29  # where the running maximum starts: exp(HIDDEN - maximum) is exactly 0, also when nothing was seen yet
@@ -59,8 +59,8 @@ def attention(
     if Q <= (query_block or BLOCK) and S <= (key_block or BLOCK):
         return reference.attention(q_BQHC, k_BJSC, v_BJSC, ranges, scale=scale, soft_cap=soft_cap)
     most = BLOCK if B * H * BLOCK**2 < CACHED else BLOCK // 2
-    blocks = even_block(Q, query_block or most), even_block(S, key_block or most)
-    plan = Plan(float(scale), float(soft_cap), *blocks)
+    sizes = even_block(Q, query_block or most), even_block(S, key_block or most)
+    plan = Plan(float(scale), float(soft_cap), *sizes)
     ranges = tuple(jnp.clip(x, 0, S).astype(jnp.int32) for x in ranges)
     return _attend(plan, q_BQHC, k_BJSC, v_BJSC, ranges)
 
@@ -77,18 +77,9 @@ def block_bounds(ranges_BNI: Sequence[jax.Array], keys: int, key_block: int) -> 
     of its query block: those from the smallest lo to the largest hi over the rows, for each of the two ranges.
     """
 
-    def interval(lo_BNI, hi_BNI):
-        some = lo_BNI < hi_BNI
-        start_N = jnp.min(jnp.where(some, lo_BNI, keys), axis=(0, 2)) // key_block
-        end_N = (jnp.max(jnp.where(some, hi_BNI, 0), axis=(0, 2)) + key_block - 1) // key_block
-        return start_N, jnp.maximum(start_N, end_N)
-
     lo1, hi1, lo2, hi2 = ranges_BNI
-    (start1, end1), (start2, end2) = interval(lo1, hi1), interval(lo2, hi2)
-    meet = (start1 < end1) & (start2 < end2) & (start1 <= end2) & (start2 <= end1)  # they become one, then
-    start1 = jnp.where(meet, jnp.minimum(start1, start2), start1)
-    end1 = jnp.where(meet, jnp.maximum(end1, end2), end1)
-    return jnp.stack([start1, end1, jnp.where(meet, end2, start2), end2], axis=1)
+    first, second = (blocks.covers(lo, hi, keys, key_block, axis=(0, 2)) for lo, hi in ((lo1, hi1), (lo2, hi2)))
+    return jnp.stack(blocks.disjoint(*first, *second), axis=1)
 
 
 def _cut(x_BQX, block: int):

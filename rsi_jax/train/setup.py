@@ -328,7 +328,11 @@ def make_parts(config) -> Parts:
     )
     mesh = sharding.make_mesh(config.mesh.to_dict())
     platform = mesh.devices.flat[0].platform
-    model = dataclasses.replace(model, attention=config.compute.attention or attention.resolve(platform))
+    model = dataclasses.replace(model, attention=config.compute.attention or attention.resolve(platform, mesh.size))
+    _need(
+        model.attention != "tpu" or (platform, mesh.size) == ("tpu", 1),
+        f"compute.attention='tpu' needs a mesh of one TPU, this is one of {mesh.size} {platform}: use 'chunked'",
+    )
     sampler = rollout_lib.Sampler(
         env, chat, model, sampling, config.rollout.capacity, config.rollout.slots, make_chains(config, chat)
     )
