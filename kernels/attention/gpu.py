@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rsi_jax.kernels.attention import chunked, gpu_backward, gpu_tile
-from rsi_jax.kernels.attention.gpu_tile import BLOCK, LOG2E, ROWS, STAGES, WARPGROUPS
+from rsi_jax.kernels.attention.gpu_tile import BLOCK, LOG2E, ROWS, WARPGROUPS
 
 DTYPES = ("bfloat16", "float16")
 
@@ -106,14 +106,10 @@ def forward(plan, q_BQHC, k_BSJC, v_BSJC, ranges_B4Q) -> tuple[jax.Array, jax.Ar
     """Attends, in whole tiles: (out_BQHC, lse_BHQ)."""
     (B, Q, H, C), S, dtype = q_BQHC.shape, k_BSJC.shape[1], q_BQHC.dtype
     summary_BN8, bounds_BN4 = gpu_tile.table(ranges_B4Q, S, BLOCK, plan.forward)
-    tiles = plgpu.SMEM((STAGES, plan.forward, C), dtype)
-    full, used = plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES)
     scratch = (
         plgpu.SMEM((WARPGROUPS, ROWS, C), dtype),
         plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
-        (tiles, tiles),
-        (full, full),
-        (used, used),
+        gpu_tile.ring(BLOCK, plan.forward, C, dtype),
         plgpu.Barrier(num_barriers=WARPGROUPS),
         plgpu.Barrier(num_barriers=WARPGROUPS),
     )
@@ -124,7 +120,7 @@ def forward(plan, q_BQHC, k_BSJC, v_BSJC, ranges_B4Q) -> tuple[jax.Array, jax.Ar
 
 
 def _kernel(plan, q_ref, k_ref, v_ref, ranges_ref, summary_ref, bounds_ref, out_ref, lse_ref, *scratch):
-    q_smem, lse_smem, tiles, full, used, ready, turn = scratch
+    q_smem, lse_smem, ring, ready, turn = scratch
     b, h, warpgroup = (jax.lax.axis_index(name) for name in ("row", "head", "warpgroup"))
     n = q_ref.shape[1] // BLOCK - 1 - jax.lax.axis_index("block")  # the longest of a causal row come first
     walk = gpu_tile.walk_of(bounds_ref, b, n)
@@ -134,12 +130,11 @@ def _kernel(plan, q_ref, k_ref, v_ref, ranges_ref, summary_ref, bounds_ref, out_
         plgpu.set_max_registers(40, action="decrease")
         j = h // (q_ref.shape[2] // k_ref.shape[2])
 
-        @pl.loop(0, walk.steps)
-        def _(step):
-            slot, keys = gpu_tile.slot_of(step), pl.ds(walk.at(step) * plan.forward, plan.forward)
-            for ref, smem, filled, emptied in zip((k_ref, v_ref), tiles, full, used, strict=True):
-                pl.when(step >= STAGES)(functools.partial(plgpu.barrier_wait, emptied.at[slot]))
-                plgpu.copy_gmem_to_smem(ref.at[b, keys, j], smem.at[slot], filled.at[slot])
+        def sources(step):
+            keys = pl.ds(walk.at(step) * plan.forward, plan.forward)
+            return k_ref.at[b, keys, j], v_ref.at[b, keys, j]
+
+        ring.fill(walk.steps, sources)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
@@ -147,13 +142,14 @@ def _kernel(plan, q_ref, k_ref, v_ref, ranges_ref, summary_ref, bounds_ref, out_
         rows = pl.ds(n * BLOCK + warpgroup * ROWS, ROWS)
         q_mine, lse_mine = q_smem.at[warpgroup], lse_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_mine, ready.at[warpgroup])
-        ranges = [gpu_tile.rows_of(ranges_ref.at[b, i, rows], 0) for i in range(4)]
+        bounds = gpu_tile.whole_of(summary_ref, b, n)
         plgpu.barrier_wait(ready.at[warpgroup])
 
-        def whole(m):
-            return gpu_tile.sees_all(summary_ref, b, n, m)
+        def hide(x, m):
+            whole = gpu_tile.is_whole(bounds, m)
+            return gpu_tile.hide(x, ranges_ref.at[b, :, rows], m * plan.forward, whole, 0)
 
-        out, lse = _softmax(plan, walk, whole, ranges, q_mine, tiles, full, used, turn)
+        out, lse = _softmax(plan, walk, hide, q_mine, ring, turn)
         q_mine[...] = out.astype(q_mine.dtype)
         lse_mine[...] = lse
         plgpu.commit_smem()
@@ -162,12 +158,11 @@ def _kernel(plan, q_ref, k_ref, v_ref, ranges_ref, summary_ref, bounds_ref, out_
         plgpu.wait_smem_to_gmem(0)
 
 
-def _softmax(plan, walk, whole, ranges, q_smem, tiles, full, used, turn):
+def _softmax(plan, walk, hide, q_smem, ring, turn):
     """Runs the softmax of a warpgroup over its walk: (out, lse).
 
     The two warpgroups take turns on the tensor cores: one multiplies while the other takes exponentials.
     """
-    (k_tiles, v_tiles), (k_full, v_full), (k_used, v_used) = tiles, full, used
     shape, C = (ROWS, plan.forward), q_smem.shape[-1]
     mine = jax.lax.axis_index("warpgroup")
     pl.when(mine == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))  # the first one begins
@@ -175,21 +170,18 @@ def _softmax(plan, walk, whole, ranges, q_smem, tiles, full, used, turn):
 
     def step(i, carry):
         top, total, out = carry
-        slot, m = gpu_tile.slot_of(i), walk.at(i)
-        plgpu.barrier_wait(k_full.at[slot])
-        dots = gpu_tile.product(q_smem, k_tiles.at[slot].transpose((1, 0)), shape)
-        plgpu.barrier_arrive(k_used.at[slot])
+        dots = gpu_tile.product(q_smem, ring.take(2 * i).transpose((1, 0)), shape)
+        ring.release(2 * i)
         plgpu.barrier_arrive(turn.at[1 - mine])
         x, unit = gpu_tile.cap(plan, dots)
-        x = gpu_tile.hide(x, ranges, m * plan.forward, whole(m), 0)
+        x = hide(x, walk.at(i))
         new_top = jnp.maximum(top, jnp.max(x, axis=1) * (unit * LOG2E))
         weight, shrink = jnp.exp2(x * (unit * LOG2E) - gpu_tile.along(new_top, shape, 0)), jnp.exp2(top - new_top)
         total, out = total * shrink + jnp.sum(weight, axis=1), out * gpu_tile.along(shrink, out.shape, 0)
-        weight = weight.astype(v_tiles.dtype)
-        plgpu.barrier_wait(v_full.at[slot])
+        weight, v_tile = weight.astype(q_smem.dtype), ring.take(2 * i + 1)
         plgpu.barrier_wait(turn.at[mine])
-        out = gpu_tile.add_product(out, weight, v_tiles.at[slot])
-        plgpu.barrier_arrive(v_used.at[slot])
+        out = gpu_tile.add_product(out, weight, v_tile)
+        ring.release(2 * i + 1)
         return new_top, total, out
 
     start = gpu_tile.zeros((ROWS,)) + chunked.FLOOR, gpu_tile.zeros((ROWS,)), gpu_tile.zeros((ROWS, C))

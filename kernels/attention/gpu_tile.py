@@ -1,12 +1,13 @@
 """What the GPU kernels share: the plan of a call, the walk of a block over what it visits, and the logits of a tile.
 
 A thread block has two warpgroups that compute, 64 rows of a tile each, and one that copies the tiles of the other axis
-into a ring in shared memory, ahead of them.
+ahead of them, into a ring in shared memory.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ from rsi_jax.kernels.attention import blocks
 KINDS = ("H100", "H200", "GH200", "H800", "H20")  # sm90: the ones whose tensor cores have wgmma
 ROWS, WARPGROUPS = 64, 2  # rows of a warpgroup, those that compute
 BLOCK = ROWS * WARPGROUPS
-STAGES = 2  # tiles of the ring
+SLOTS = 4  # tiles of the ring at most: two pairs
 HEAD_SIZES = (64, 128, 192, 256)
-SMEM = 227 * 1024  # bytes of shared memory that a thread block of sm90 may take
+SMEM = 227 * 1024 - 2560  # bytes of shared memory of a thread block of sm90, less what barriers and reductions take
 LOG2E = math.log2(math.e)
 
 
@@ -34,8 +35,8 @@ class Plan(NamedTuple):
     dkv: int
 
 
-# By head size: the largest tiles that leave the accumulators in registers and the ring in shared memory.
-TILES = {64: (128, 128, 64), 128: (128, 64, 64), 192: (64, 64, 32), 256: (64, 32, 32)}
+# By head size: the largest tiles whose sums stay in registers; wgmma sums over 64 at least.
+TILES = {64: (128, 128, 64), 128: (128, 64, 64), 192: (64, 64, 64), 256: (64, 64, 64)}
 
 
 def check_device(kind: str) -> None:
@@ -110,19 +111,60 @@ def walk_of(bounds_ref, b, block) -> Walk:
     return Walk(start1, end1 - start1, start2, end1 - start1 + end2 - start2)
 
 
-def slot_of(step):
-    """The place of a step's tile in the ring."""
-    return jax.lax.rem(step, jnp.asarray(STAGES, step.dtype))
+def whole_of(summary_ref, b, n):
+    """Reads between which key blocks every query of block n sees every key, by each range."""
+    return tuple(summary_ref[b, n, 4 + i] for i in range(4))
 
 
-def sees_all(summary_ref, b, n, m):
-    """Whether every query of block n sees every key of block m, by one range."""
-    start1, end1, start2, end2 = (summary_ref[b, n, 4 + i] for i in range(4))
+def is_whole(bounds, m):
+    """Whether key block m is between them, by one range."""
+    start1, end1, start2, end2 = bounds
     return ((start1 <= m) & (m < end1)) | ((start2 <= m) & (m < end2))
 
 
+class Ring(NamedTuple):
+    """Tiles that one warpgroup copies in and the others read, item after item; a step of a walk is two items."""
+
+    tiles: Any
+    full: Any
+    used: Any
+
+    def slot(self, item):
+        return jax.lax.rem(item, jnp.asarray(self.tiles.shape[0], item.dtype))
+
+    def fill(self, steps, sources: Callable) -> None:
+        """Copies in both tiles of each step, sources(step), as soon as there is room."""
+
+        @pl.loop(0, steps)
+        def _(step):
+            for item, source in zip((2 * step, 2 * step + 1), sources(step), strict=True):
+                slot = self.slot(item)
+                pl.when(item >= self.tiles.shape[0])(functools.partial(plgpu.barrier_wait, self.used.at[slot]))
+                plgpu.copy_gmem_to_smem(source, self.tiles.at[slot], self.full.at[slot])
+
+    def take(self, item):
+        """Waits for an item: its tile."""
+        plgpu.barrier_wait(self.full.at[self.slot(item)])
+        return self.tiles.at[self.slot(item)]
+
+    def release(self, item) -> None:
+        """Gives the room of an item back."""
+        plgpu.barrier_arrive(self.used.at[self.slot(item)])
+
+
+def ring(held: int, tile: int, head_size: int, dtype) -> Ring:
+    """Allocates a ring of as many tiles as fit beside `held` rows."""
+    row = head_size * jnp.dtype(dtype).itemsize
+    slots = min(SLOTS, (SMEM - held * row) // (tile * row))
+    return Ring(
+        plgpu.SMEM((slots, tile, head_size), dtype),
+        plgpu.Barrier(num_barriers=slots),
+        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
+    )
+
+
 def rows_of(ref, axis: int) -> jax.Array:
-    """Loads a number per query; they lie along `axis` of the tile of logits."""
+    """Loads a number per query from device memory; they lie along `axis` of the tile of logits."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
@@ -162,15 +204,15 @@ def cap(plan: Plan, dots) -> tuple[jax.Array, float]:
     return 1.0 - 2.0 / (jnp.exp2(dots * (2 * LOG2E * plan.scale / plan.soft_cap)) + 1.0), plan.soft_cap
 
 
-def hide(x, ranges, first_key, whole, axis: int) -> jax.Array:
+def hide(x, ranges_ref, first_key, whole, axis: int) -> jax.Array:
     """Puts -inf where a query does not see a key; where all see all of the tile, nothing is compared.
 
-    ranges: lo1, hi1, lo2, hi2 of each query, along `axis`.
+    ranges_ref: lo1, hi1, lo2, hi2 [4, queries], the queries along `axis`.
     """
 
     def compare(x):
         key = first_key + plgpu.broadcasted_iota(jnp.int32, x.shape, 1 - axis, layout=plgpu.Layout.WGMMA)
-        lo1, hi1, lo2, hi2 = (along(y, x.shape, axis) for y in ranges)
+        lo1, hi1, lo2, hi2 = (along(rows_of(ranges_ref.at[i], axis), x.shape, axis) for i in range(4))
         return jnp.where(((lo1 <= key) & (key < hi1)) | ((lo2 <= key) & (key < hi2)), x, -jnp.inf)
 
     return jax.lax.cond(whole, lambda x: x, compare, x)
