@@ -14,10 +14,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rsi_jax.kernels.attention import chunked, gpu_backward, gpu_tile
+from rsi_jax.kernels.attention import chunked, gpu_backward, gpu_device, gpu_tile
 from rsi_jax.kernels.attention.gpu_tile import BLOCK, LOG2E, ROWS, WARPGROUPS
 
 DTYPES = ("bfloat16", "float16")
@@ -35,12 +36,12 @@ def attention(q_BQHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float) 
         found = ", ".join(str(x.dtype) for x in (q_BQHC, k_BJSC, v_BJSC))
         raise ValueError(
             f"attention 'mosaic_gpu' takes q, k, v of one dtype of {DTYPES}, got {found}: wgmma multiplies no float32; "
-            "set model.dtype=bfloat16, or compute.attention=chunked"
+            "set dtype=bfloat16, or compute.attention=chunked"
         )
     if scale <= 0:
         raise ValueError(f"attention 'mosaic_gpu' takes a scale > 0, got {scale}: set compute.attention=chunked")
     if kind := gpu_tile.traced_kind():
-        gpu_tile.check_device(kind)
+        gpu_device.check(kind)
     plan = gpu_tile.plan_of(gpu_tile.padded_head(C), scale=scale, soft_cap=soft_cap)
     if not B * Q * S:
         return jnp.zeros_like(q_BQHC), jnp.full((B, Q, H), -jnp.inf, jnp.float32)
@@ -83,17 +84,22 @@ def _attend_fwd(plan, q_BQHC, k_BSJC, v_BSJC, ranges_B4Q):
 
 def _attend_bwd(plan, saved, cotangents):
     """Gradients in the dtypes of q, k and v; the cotangent of lse joins the row sum dout.out."""
-    q_BQHC, k_BSJC, v_BSJC, ranges_B4Q, out_BQHC, lse_BQH = saved
-    dout_BQHC, dlse_BQH = cotangents
-    seen_BQH = lse_BQH > -jnp.inf
-    dout_BQHC = jnp.where(seen_BQH[..., None], dout_BQHC, 0).astype(q_BQHC.dtype)
-    along_BQH = jnp.sum(dout_BQHC.astype(jnp.float32) * out_BQHC.astype(jnp.float32), axis=-1)
-    shift_BQH = jnp.where(seen_BQH, dlse_BQH, 0) - along_BQH
-    lse_BHQ, shift_BHQ = _rows(jnp.where(seen_BQH, lse_BQH, 0) * LOG2E), _rows(shift_BQH)
-    arrays = (_tiled(x) for x in (q_BQHC, k_BSJC, v_BSJC, dout_BQHC))
-    grads = gpu_backward.gradients(plan, *arrays, _pad(ranges_B4Q, 2, BLOCK), lse_BHQ, shift_BHQ)
-    C = q_BQHC.shape[3]
-    return *(grad[:, : x.shape[1], :, :C] for grad, x in zip(grads, saved[:3], strict=True)), None
+
+    @sequential_vmap  # a map over several cotangents, as over the terms of a loss
+    def gradients(saved, cotangents):
+        q_BQHC, k_BSJC, v_BSJC, ranges_B4Q, out_BQHC, lse_BQH = saved
+        dout_BQHC, dlse_BQH = cotangents
+        seen_BQH = lse_BQH > -jnp.inf
+        dout_BQHC = jnp.where(seen_BQH[..., None], dout_BQHC, 0).astype(q_BQHC.dtype)
+        along_BQH = jnp.sum(dout_BQHC.astype(jnp.float32) * out_BQHC.astype(jnp.float32), axis=-1)
+        shift_BQH = jnp.where(seen_BQH, dlse_BQH, 0) - along_BQH
+        lse_BHQ, shift_BHQ = _rows(jnp.where(seen_BQH, lse_BQH, 0) * LOG2E), _rows(shift_BQH)
+        arrays = (_tiled(x) for x in (q_BQHC, k_BSJC, v_BSJC, dout_BQHC))
+        found = gpu_backward.gradients(plan, *arrays, _pad(ranges_B4Q, 2, BLOCK), lse_BHQ, shift_BHQ)
+        C = q_BQHC.shape[3]
+        return tuple(grad[:, : x.shape[1], :, :C] for grad, x in zip(found, saved[:3], strict=True))
+
+    return *gradients(saved, cotangents), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -16,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rsi_jax.kernels.attention import blocks
 
-KINDS = ("H100", "H200", "GH200", "H800", "H20")  # sm90: the ones whose tensor cores have wgmma
 ROWS, WARPGROUPS = 64, 2  # rows of a warpgroup, those that compute
 BLOCK = ROWS * WARPGROUPS
 SLOTS = 4  # tiles of the ring at most: two pairs
@@ -26,7 +25,7 @@ LOG2E = math.log2(math.e)
 
 
 class Plan(NamedTuple):
-    """What is static besides the shapes: keys of a tile in the forward pass and for dq, queries of a tile for dk, dv."""
+    """What is static besides the shapes: keys of a tile in the forward pass and for dq, queries of one for dk, dv."""
 
     scale: float
     soft_cap: float
@@ -37,18 +36,6 @@ class Plan(NamedTuple):
 
 # By head size: the largest tiles whose sums stay in registers; wgmma sums over 64 at least.
 TILES = {64: (128, 128, 64), 128: (128, 64, 64), 192: (64, 64, 64), 256: (64, 64, 64)}
-
-
-def check_device(kind: str) -> None:
-    """Refuses a GPU that these kernels are not for, by the kind that jax names it by ('NVIDIA H100 80GB HBM3').
-
-    Raises: ValueError.
-    """
-    if not set(kind.split()) & set(KINDS):
-        raise ValueError(
-            f"attention implementation 'mosaic_gpu' is for {', '.join(KINDS)} (sm90, wgmma), not for {kind!r}: "
-            "set compute.attention=chunked"
-        )
 
 
 def traced_kind() -> str | None:
@@ -76,7 +63,7 @@ def padded_head(head_size: int) -> int:
 
 
 def table(ranges_B4Q: jax.Array, keys: int, query_block: int, key_block: int) -> tuple[jax.Array, jax.Array]:
-    """What the blocks visit, and which tiles are seen whole: (summary [B, N, 8], the walk of query blocks [B, N, 4])."""
+    """Which tiles query blocks see, and see whole: (summary [B, N, 8], what their walks visit [B, N, 4])."""
     B, _, Q = ranges_B4Q.shape
     ranges_B4NI = ranges_B4Q.reshape(B, 4, Q // query_block, query_block)
     summary_BN8 = blocks.summary([ranges_B4NI[:, i] for i in range(4)], keys, key_block)
