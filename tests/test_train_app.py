@@ -139,13 +139,11 @@ def test_a_task_without_demonstrations_is_refused(tmp_path):
         setup.make_parts(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "needs"), [("tpu", "TPU, this is one of 8 cpu"), ("mosaic_gpu", "H100 or H200 or .*this is one of 8 cpu")]
-)
-def test_the_attention_of_another_device_is_refused(name, needs):
+@pytest.mark.parametrize(("name", "device"), [("tpu", "TPU"), ("mosaic_gpu", "H100 or H200")])
+def test_the_attention_of_another_device_is_refused(name, device):
     config = default.get_config()
     config.compute.attention = name
-    with pytest.raises(base.InputError, match=f"compute.attention='{name}' needs a mesh of one {needs}"):
+    with pytest.raises(base.InputError, match=f"='{name}' needs a mesh of one {device}.* this is one of 8 cpu"):
         setup.make_parts(config)
 
 

@@ -135,12 +135,7 @@ def _kernel(plan, q_ref, k_ref, v_ref, ranges_ref, summary_ref, bounds_ref, out_
     def _copy():
         plgpu.set_max_registers(40, action="decrease")
         j = h // (q_ref.shape[2] // k_ref.shape[2])
-
-        def sources(step):
-            keys = pl.ds(walk.at(step) * plan.forward, plan.forward)
-            return k_ref.at[b, keys, j], v_ref.at[b, keys, j]
-
-        ring.fill(walk.steps, sources)
+        ring.fill_keys(walk, plan.forward, k_ref.at[b, :, j], v_ref.at[b, :, j])
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():

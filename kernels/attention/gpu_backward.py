@@ -68,12 +68,7 @@ def _kernel_dq(
     def _copy():
         plgpu.set_max_registers(40, action="decrease")
         j = h // (q_ref.shape[2] // k_ref.shape[2])
-
-        def sources(step):
-            keys = pl.ds(walk.at(step) * plan.dq, plan.dq)
-            return k_ref.at[b, keys, j], v_ref.at[b, keys, j]
-
-        ring.fill(walk.steps, sources)
+        ring.fill_keys(walk, plan.dq, k_ref.at[b, :, j], v_ref.at[b, :, j])
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
@@ -126,6 +121,17 @@ def _run_dkv(plan, arrays, parts: tuple[str, ...]):
     return run(grid=grid, products=1 + len(parts) + ("dk" in parts), logits=B * H * Q * S)
 
 
+def _add(totals, weight, slope, shift, v_smem, q_tile, dout_tile) -> tuple[jax.Array, ...]:
+    """Adds the parts of a tile to the sums of the same names."""
+    if "dv" in totals:
+        totals["dv"] = gpu_tile.add_product(totals["dv"], weight.astype(q_tile.dtype), dout_tile)
+    if "dk" in totals:
+        dweight = gpu_tile.product(v_smem, dout_tile.transpose((1, 0)), weight.shape)
+        ddots = weight * (dweight + gpu_tile.along(shift, weight.shape, 1)) * slope
+        totals["dk"] = gpu_tile.add_product(totals["dk"], ddots.astype(q_tile.dtype), q_tile)
+    return tuple(totals.values())
+
+
 def _kernel_dkv(
     parts, plan, q_ref, k_ref, v_ref, dout_ref, ranges_ref, lse_ref, shift_ref, summary_ref, bounds_ref, *refs
 ):
@@ -170,16 +176,11 @@ def _kernel_dkv(
             q_tile = ring.take(2 * i)
             dots = gpu_tile.product(mine[0], q_tile.transpose((1, 0)), (ROWS, plan.dkv))
             weight, slope = _weights(plan, dots, lse, hide, 1)
-            dout_tile, found = ring.take(2 * i + 1), dict(zip(parts, totals, strict=True))
-            if "dv" in parts:
-                found["dv"] = gpu_tile.add_product(found["dv"], weight.astype(q_tile.dtype), dout_tile)
-            if "dk" in parts:
-                dweight = gpu_tile.product(mine[1], dout_tile.transpose((1, 0)), weight.shape)
-                ddots = weight * (dweight + gpu_tile.along(shift, weight.shape, 1)) * slope
-                found["dk"] = gpu_tile.add_product(found["dk"], ddots.astype(q_tile.dtype), q_tile)
+            found, dout_tile = dict(zip(parts, totals, strict=True)), ring.take(2 * i + 1)
+            totals = _add(found, weight, slope, shift, mine[1], q_tile, dout_tile)
             ring.release(2 * i + 1)
             ring.release(2 * i)
-            return tuple(found[part] for part in parts)
+            return totals
 
         start = (gpu_tile.zeros((ROWS, mine[0].shape[-1])),) * len(parts)
         totals = jax.lax.fori_loop(0, walk.steps * group, step, start)

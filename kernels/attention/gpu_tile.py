@@ -5,6 +5,7 @@ ahead of them, into a ring in shared memory.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -129,6 +130,15 @@ class Ring(NamedTuple):
                 pl.when(item >= self.tiles.shape[0])(functools.partial(plgpu.barrier_wait, self.used.at[slot]))
                 plgpu.copy_gmem_to_smem(source, self.tiles.at[slot], self.full.at[slot])
 
+    def fill_keys(self, walk: Walk, tile: int, k_ref, v_ref) -> None:
+        """Copies in the keys and the values, [S, C], of each step of a walk."""
+
+        def sources(step):
+            keys = pl.ds(walk.at(step) * tile, tile)
+            return k_ref.at[keys], v_ref.at[keys]
+
+        self.fill(walk.steps, sources)
+
     def take(self, item):
         """Waits for an item: its tile."""
         plgpu.barrier_wait(self.full.at[self.slot(item)])
@@ -211,7 +221,12 @@ def call(kernel, plan: Plan, arrays, out, scratch, *, grid, products: int, logit
     products: matrix products of a tile; logits: all there are, B H Q S. The cost is an upper bound: what is skipped is
     not known when it is compiled.
     """
-    size = arrays[0].shape[-1]
+    cost = pl.CostEstimate(
+        flops=2 * products * logits * arrays[0].shape[-1],
+        transcendentals=logits,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *out)),
+    )
+    takes_cost = "cost_estimate" in inspect.signature(plgpu.kernel).parameters  # that of jax 0.11 does not
     return plgpu.kernel(
         functools.partial(kernel, plan),
         out_type=out,
@@ -220,10 +235,6 @@ def call(kernel, plan: Plan, arrays, out, scratch, *, grid, products: int, logit
         grid_names=("head", "block", "row"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * products * logits * size,
-            transcendentals=logits,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *out)),
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        **({"cost_estimate": cost} if takes_cost else {}),
     )(*arrays)
