@@ -40,11 +40,14 @@ def traced(kind: str = H100):
 def interpreted(**params):
     """Runs kernels on this machine, their threads, barriers and memories simulated. params: of InterpretGPUParams.
 
-    The interpreter knows no `pl.run_state`: a product is added to its sum outside of the accumulator.
+    The interpreter knows no `pl.run_state`, and no wgmma of registers: such a product is made by XLA, and its tile is
+    read as wgmma reads it, where a later copy may write.
     """
 
     def add_product(total, a, b):
-        return total + jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+        tile = b[...]
+        plgpu.commit_smem()
+        return total + jnp.dot(a, tile, preferred_element_type=jnp.float32)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_tile, "add_product", add_product)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rsi_jax import base
 from rsi_jax.credit import examples
@@ -174,6 +175,21 @@ def test_a_wait_that_is_left_out_is_caught(monkeypatch):
     monkeypatch.setattr(gpu_tile.Ring, "take", lambda self, item: self.tiles.at[self.slot(item)])
     with pytest.raises(Exception, match="(?i)race"):
         forward_of(few(1), detect_races=True)
+
+
+@pytest.mark.slow
+def test_a_tile_whose_room_is_given_back_before_it_is_read_is_caught(monkeypatch):
+    take = gpu_tile.Ring.take
+
+    def early(self, item):
+        tile = take(self, item)
+        plgpu.barrier_arrive(self.used.at[self.slot(item)])
+        return tile
+
+    monkeypatch.setattr(gpu_tile.Ring, "take", early)
+    monkeypatch.setattr(gpu_tile.Ring, "release", lambda *_: None)
+    with pytest.raises(Exception, match="(?i)race"):
+        forward_of(few(1, 20, 330), detect_races=True)
 
 
 def test_a_mask_too_wide_is_caught(monkeypatch):
