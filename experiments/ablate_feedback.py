@@ -4,20 +4,22 @@ python -m experiments.ablate_feedback
 python -m experiments.ablate_feedback --factors=divergence,control --seeds=0
 
 The factors and their settings stand in experiments/feedback_factors.py. Every arm runs for the same CPU time at one
-horizon, from the warm-up of its seed, sized as in experiments/ablate_horizon; `warm-up` varies the warm-up itself, with
-and without feedback, so that hint gain varies. Rows are appended as runs end; an interrupted sweep continues.
-Beside success a row keeps what tells of a collapse, as [first, last] 5 batches: entropy, tokens per response, and the
-probability of the right call at located turns, of the teacher with the hint and of the student without.
+horizon, from the warm-up of its seed, sized as in experiments/ablate_horizon; `warm-up` and `names` vary what all
+start from, with and without feedback: how well the model uses a hint, and how much is known once a call was wrong.
+Rows are appended as runs end; an interrupted sweep continues. Beside success a row keeps what tells of a collapse, as
+[first, last] 5 batches: entropy, tokens per response, and the probability of the right call at located turns, of the
+teacher with the hint and of the student without.
 
-stdout ends with one JSON line: rows [{arm, factor, horizon, seeds, tokens_to_0.9, success_at_tokens, success_at_budget,
-low, high, tokens, wall_s, censored, gain, watched}] (gain: of the hint, before RL), equal_tokens, failed, results.
+stdout ends with one JSON line: rows [{arm, factor, horizon, seeds, tokens_to_0.9, success_at_tokens,
+success_at_budget, low, high, tokens, wall_s, censored, gain, watched}] (gain: of the hint, before RL), equal_tokens,
+failed, results.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import ablate_horizon, cli, feedback_factors, horizon_arms, horizon_rows, pages, sweep
-from experiments.feedback_factors import DEFAULT, FACTORS
+from experiments.feedback_factors import DEFAULT, FACTORS, TASKS
 
 FLAGS = cli.Flags()
 _FACTORS = FLAGS.list("factors", [], "factors to vary (default: all); the baseline always runs")
@@ -30,21 +32,27 @@ _SWEEP = sweep.SweepFlags(FLAGS)
 
 def unit(asked: sweep.Sweep, name: str, horizon: int, seed: int, rl_minutes: float) -> sweep.Unit:
     """One run of an arm."""
-    factor, knobs, updates = feedback_factors.settings()[name]
+    setting = feedback_factors.settings()[name]
     size, shape = horizon_arms.SIZES[horizon], ablate_horizon.WHOLE.overrides
-    warmed = (*size.overrides(horizon), *shape, *([f"lm.updates={updates}"] if updates else []))
-    label = f"warm_up{f'_{updates}' if updates else ''}/{horizon}/{seed}"
+    warmed = (*size.overrides(horizon), *shape, *setting.task)
+    label = f"warm_up{''.join(f'_{one.rpartition(".")[2]}' for one in setting.task)}/{horizon}/{seed}"
     after = sweep.Unit(label, feedback_factors.CONFIG, (*warmed, "stages=('lm',)"), seed, minutes=2)
-    overrides = (*warmed, *ablate_horizon.MEASURE, *ablate_horizon.rl_from(asked, after, rl_minutes), *knobs)
+    overrides = (
+        *warmed,
+        *ablate_horizon.MEASURE,
+        *ablate_horizon.rl_from(asked, after, rl_minutes),
+        *setting.overrides,
+    )
     overrides += (f"rl.stop_at={horizon_arms.STOP}",)
-    fields = {"arm": name, "factor": factor, "horizon": horizon, "knobs": list(knobs), "budget_s": 60 * rl_minutes}
+    fields = {"arm": name, "factor": setting.factor, "horizon": horizon, "knobs": list(setting.overrides)}
+    fields["budget_s"] = 60 * rl_minutes
     return sweep.Unit(f"{name}/{horizon}/{seed}", feedback_factors.CONFIG, overrides, seed, fields, 6, (after,))
 
 
 def arms_of(factors: Sequence[str]) -> list[str]:
     """The arms of the asked factors, those of the baseline first."""
     wanted = {"baseline", *factors}
-    return [name for name, (factor, _, _) in feedback_factors.settings().items() if factor in wanted]
+    return [name for name, setting in feedback_factors.settings().items() if setting.factor in wanted]
 
 
 def rows_of(runs: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> tuple[list[dict[str, Any]], dict[int, int]]:
@@ -59,7 +67,7 @@ def rows_of(runs: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> tuple[lis
         }
         gains = [run["before"]["gain"] for run in mine if run["before"].get("gain") is not None]
         row["gain"] = sum(gains) / len(gains) if gains else None
-        row["factor"] = feedback_factors.settings()[row["arm"]][0]
+        row["factor"] = feedback_factors.settings()[row["arm"]].factor
     return rows, equal
 
 
@@ -118,7 +126,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int]) -> str
 def main(_) -> None:
     from rsi_jax import base, metrics
 
-    names = arms_of(cli.chosen(_FACTORS.value, [*FACTORS, "warm-up"], "factors"))
+    names = arms_of(cli.chosen(_FACTORS.value, [*FACTORS, *TASKS], "factors"))
     if _HORIZON.value not in horizon_arms.SIZES:
         raise base.InputError(f"--horizon={_HORIZON.value} is none of {', '.join(map(str, horizon_arms.SIZES))}")
     asked = _SWEEP.sweep("ablate_feedback", read=horizon_rows.read)

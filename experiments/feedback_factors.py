@@ -1,5 +1,6 @@
 """What `experiments.ablate_feedback` varies: one factor at a time around the default, as config overrides."""
 
+import dataclasses
 from collections.abc import Mapping
 
 CONFIG = "configs/tool_calls.py"
@@ -17,7 +18,7 @@ def _said(**knobs: object) -> tuple[str, ...]:
 # Factor -> setting -> overrides. The default is textual_feedback as configs/tool_calls.py has it: forward KL over the
 # whole vocabulary, a frozen teacher, hints from templates at the located turns, faded out as success rises.
 FACTORS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "baseline": {DEFAULT: (), "grpo": ("credit.name=grpo",)},
+    "baseline": {DEFAULT: (), "grpo": ("credit.name=grpo", "rl.lr=1e-3"), "penalty": ("credit.name=locator_penalty",)},
     "divergence": {
         "reverse_kl": _pull(divergence="reverse_kl"),
         "jsd_.1": _pull(divergence="jsd", alpha=0.1),
@@ -51,14 +52,27 @@ FACTORS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 
-# Updates of the warm-up, each with and without feedback: how much depends on how well the model uses a hint.
-WARM_UPS = (30, 60, 240)
+# Factors that change what all start from, setting -> overrides of warm-up and RL, and the arms that run with each.
+# Updates of the warm-up: how well the model uses a hint. Names of a purpose: how much is known once a call was wrong.
+TASKS: Mapping[str, tuple[Mapping[str, tuple[str, ...]], tuple[str, ...]]] = {
+    "warm-up": ({f"after_{n}": (f"lm.updates={n}",) for n in (30, 60, 240)}, (DEFAULT, "grpo")),
+    "names": ({"of_16_names": ("env.tool_calls.names=16",)}, (DEFAULT, "grpo", "penalty")),
+}
 
 
-def settings() -> dict[str, tuple[str, tuple[str, ...], int]]:
-    """Every arm by name: (factor, overrides, updates of its warm-up; 0 = the default's)."""
-    found = {name: (factor, knobs, 0) for factor, arms in FACTORS.items() for name, knobs in arms.items()}
-    for updates in WARM_UPS:
-        for name in (DEFAULT, "grpo"):
-            found[f"{name}_after_{updates}"] = ("warm-up", FACTORS["baseline"][name], updates)
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """An arm. overrides: of its RL. task: of its warm-up too."""
+
+    factor: str
+    overrides: tuple[str, ...]
+    task: tuple[str, ...] = ()
+
+
+def settings() -> dict[str, Setting]:
+    """Every arm by name, those of the baseline first."""
+    found = {name: Setting(factor, knobs) for factor, arms in FACTORS.items() for name, knobs in arms.items()}
+    for factor, (tasks, arms) in TASKS.items():
+        for ending, task in tasks.items():
+            found |= {f"{name}_{ending}": Setting(factor, FACTORS["baseline"][name], task) for name in arms}
     return found

@@ -50,7 +50,7 @@ class Sweep:
 
     jobs: at a time, `cores` each. memory_gib: of all together. unit_gib: what one may take. retries: after a failure
     that is no result. command(unit, folder) -> argv. read(unit, folder) -> the fields of its row that it measured, or
-    None when the run did not come to its end. poll: seconds between looks.
+    None when the run did not come to its end. poll: seconds between looks. runs: whether anything is started.
     """
 
     results: pathlib.Path
@@ -63,6 +63,7 @@ class Sweep:
     command: Callable[[Unit, pathlib.Path], list[str]] = lambda unit, folder: train_command(unit, folder)
     read: Callable[[Unit, pathlib.Path], Mapping[str, Any] | None] = lambda unit, folder: printed(folder)
     poll: float = 0.5
+    runs: bool = True
 
     def place(self, unit: Unit) -> pathlib.Path:
         """The run folder of a unit."""
@@ -81,6 +82,7 @@ class SweepFlags:
         self._cores = own.integer("cores", 1, "cores of a run", lower_bound=1)
         self._memory = own.float("memory_gib", 0.0, "memory of all runs together; 0 = what is free at the start")
         self._unit = own.float("unit_gib", 2.0, "memory that a run may take, until one has shown more")
+        self._run = own.boolean("run", True, "run what has no row yet; --norun: sum up the rows there are")
         self._retries = own.integer("retries", 2, "tries of a run after a failure that is no result", lower_bound=0)
 
     def sweep(self, name: str, **parts: Any) -> Sweep:
@@ -95,7 +97,7 @@ class SweepFlags:
             )
         results = pathlib.Path(self._results.value or f"experiments/results/{name}.jsonl")
         folder = pathlib.Path(self._folder.value or f"runs/{name}")
-        budget = {"jobs": jobs, "cores": self._cores.value, "retries": self._retries.value}
+        budget = {"jobs": jobs, "cores": self._cores.value, "retries": self._retries.value, "runs": self._run.value}
         memory = {"memory_gib": self._memory.value or processes.available_gib(), "unit_gib": self._unit.value}
         return Sweep(results, folder, **budget, **memory, **parts)
 
@@ -305,6 +307,8 @@ def run(sweep: Sweep, units: Sequence[Unit]) -> list[str]:
     Rows of what is waited for stay with the run folders, as these are what counts. Raises: base.InputError for bad
     input, in the sweep or said by a run; train.Stopped after a signal, once the runs have ended.
     """
+    if not sweep.runs:
+        return []
     with _alone(sweep.folder):
         return _in_order(sweep, units)
 

@@ -20,11 +20,12 @@ def test_every_arm_is_a_config_that_differs_in_its_own_fields(tmp_path):
     arms, seen = feedback_factors.settings(), set()
     plain = ablate_feedback.unit(asked(tmp_path), feedback_factors.DEFAULT, 64, 0, 4.9)
     base = dict(flat(sweep.effective(plain.config, plain.overrides)))
-    for name, (_, knobs, updates) in arms.items():
+    for name, setting in arms.items():
         made = ablate_feedback.unit(asked(tmp_path), name, 64, 0, 4.9)
         config = dict(flat(sweep.effective(made.config, made.overrides)))
         changed = {field for field in base if config[field] != base[field]}
-        allowed = {knob.partition("=")[0] for knob in knobs} | ({"lm.updates", "init_from"} if updates else set())
+        allowed = {knob.partition("=")[0] for knob in (*setting.overrides, *setting.task)}
+        allowed |= {"init_from"} if setting.task else set()
         assert changed <= allowed and (changed or name == feedback_factors.DEFAULT), name
         (after,) = made.after
         assert config["init_from"] == str(asked(tmp_path).place(after)) and after.seed == 0
@@ -33,19 +34,20 @@ def test_every_arm_is_a_config_that_differs_in_its_own_fields(tmp_path):
 
 
 def test_every_arm_passes_the_checks_of_the_trainer(tmp_path):
-    for name, (_, knobs, _) in feedback_factors.settings().items():
+    for name, setting in feedback_factors.settings().items():
         made = ablate_feedback.unit(asked(tmp_path), name, 64, 0, 4.9)
         config = default.get_config()
         config.update(sweep.effective(made.config, made.overrides))
         setup.check(config)
-        assert all(knob.count("=") == 1 for knob in knobs)
+        assert all(knob.count("=") == 1 for knob in setting.overrides)
 
 
 def test_the_baseline_runs_beside_any_factor():
-    assert ablate_feedback.arms_of(["teacher"])[:2] == ["default", "grpo"]
+    assert ablate_feedback.arms_of(["teacher"])[:3] == ["default", "grpo", "penalty"]
     assert {"live", "ema_.05"} < set(ablate_feedback.arms_of(["teacher"])) and "empty" not in ablate_feedback.arms_of(
         []
     )
+    assert {"penalty_of_16_names", "default_of_16_names"} < set(ablate_feedback.arms_of(["names"]))
     assert "grpo_after_30" in ablate_feedback.arms_of(["warm-up"])
 
 

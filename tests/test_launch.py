@@ -89,6 +89,14 @@ def test_finished_units_are_skipped_by_digest_and_a_changed_one_is_not(tmp_path)
     assert [row["name"] for row in sweep.rows_of(tmp_path / "rows.jsonl", renamed)] == ["a", "b"]
 
 
+def test_a_sweep_that_may_not_run_sums_up_what_is_there(tmp_path):
+    a, b = units("a", "b")
+    assert sweep.run(make(tmp_path), [a]) == []
+    shown = make(tmp_path, runs=False)
+    assert sweep.run(shown, [a, b]) == [] and not shown.place(b).exists()
+    assert [row["arm"] for row in sweep.rows_of(shown.results, [a, b])] == ["a"]
+
+
 def test_what_is_waited_for_runs_first_and_only_for_what_is_not_done(tmp_path):
     warm, sick = units("warm", "sick")
     pairs = [("a", warm), ("b", sick), ("c", warm)]
