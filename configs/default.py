@@ -317,7 +317,7 @@ def get_config():
         dict(
             chunk=0,  # tokens scored at a time, 0 = 2^21 logits but at least 128 tokens, for CPUs; accelerators: 4096
             remat="none",  # what the backward pass computes again: 'none', 'attention' (all but attention) or 'layer'
-            attention="",  # 'chunked', 'tpu' (linear memory) | 'reference' (O(T^2), the definition); '' = the device's
+            attention="",  # 'chunked', 'tpu', 'mosaic_gpu' (linear memory) | 'reference' (O(T^2)); '' = the device's
             clock="wall",  # of the time of phases and rl.max_minutes; 'cpu' = of this process, for CPUs that are shared
             offload=False,  # what remat keeps waits in the host's memory; needs remat 'attention' or 'layer'
         )

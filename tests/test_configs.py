@@ -94,7 +94,11 @@ def test_every_hint_writer_is_a_choice(kind):
             "layers",
             "compute.remat='layers' is none of 'none', 'layer', 'attention'; did you mean 'layer'",
         ),
-        ("compute.attention", "flash", "compute.attention='flash' is none of '', 'reference', 'chunked', 'tpu'"),
+        (
+            "compute.attention",
+            "flash",
+            "compute.attention='flash' is none of '', 'reference', 'chunked', 'tpu', 'mosaic",
+        ),
         ("compute.offload", True, "compute.offload moves what compute.remat keeps"),
         ("rl.overlong_buffer", 5, "rl.overlong_buffer=5 needs rl.overlong_length"),
         ("rl.surrogate", "pop", "rl.surrogate='pop' is none of"),

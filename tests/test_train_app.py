@@ -139,10 +139,11 @@ def test_a_task_without_demonstrations_is_refused(tmp_path):
         setup.make_parts(config)
 
 
-def test_the_attention_of_a_tpu_is_refused_on_what_is_none(tmp_path):
+@pytest.mark.parametrize(("name", "device"), [("tpu", "TPU"), ("mosaic_gpu", "H100 or H200")])
+def test_the_attention_of_another_device_is_refused(name, device):
     config = default.get_config()
-    config.compute.attention = "tpu"
-    with pytest.raises(base.InputError, match="compute.attention='tpu' needs a mesh of one TPU, this is one of 8 cpu"):
+    config.compute.attention = name
+    with pytest.raises(base.InputError, match=f"='{name}' needs a mesh of one {device}.* this is one of 8 cpu"):
         setup.make_parts(config)
 
 

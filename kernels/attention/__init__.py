@@ -1,5 +1,6 @@
 """Attention by the two-key-range rule: causal, packed, windowed and branched masks as four int vectors."""
 
+from rsi_jax.kernels.attention import gpu_device
 from rsi_jax.kernels.attention.api import (
     IMPLEMENTATIONS,
     Ranges,
@@ -9,4 +10,4 @@ from rsi_jax.kernels.attention.api import (
     resolve,
 )
 
-__all__ = ["IMPLEMENTATIONS", "Ranges", "attention", "causal_ranges", "decode_attention", "resolve"]
+__all__ = ["IMPLEMENTATIONS", "Ranges", "attention", "causal_ranges", "decode_attention", "gpu_device", "resolve"]

@@ -25,7 +25,18 @@ def _tpu(*arrays, **knobs):
     return tpu.attention(*arrays, **knobs)
 
 
-IMPLEMENTATIONS = {"reference": reference.attention, "chunked": chunked.attention, "tpu": _tpu}
+def _mosaic_gpu(*arrays, **knobs):
+    from rsi_jax.kernels.attention import gpu
+
+    return gpu.attention(*arrays, **knobs)
+
+
+IMPLEMENTATIONS = {
+    "reference": reference.attention,
+    "chunked": chunked.attention,
+    "tpu": _tpu,
+    "mosaic_gpu": _mosaic_gpu,
+}
 DEFAULTS = {"cpu": "chunked", "gpu": "chunked", "cuda": "chunked", "tpu": "tpu"}  # platform: implementation
 FEW = 32  # queries that score the whole cache at once: faster on a decode step than the loop over blocks
 CACHE_BLOCK = 512  # keys of a block for more of them; a chunk of a prompt has few query blocks, so long key blocks win
@@ -87,11 +98,13 @@ def attention(
 
     soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 = none.
     implementation: 'reference' (O(Q S) memory, the definition) | 'chunked' (linear memory, skips the key blocks that no
-      query sees; runs on every platform) | 'tpu' (the same by Pallas kernels, on one TPU). `resolve` names the default.
+      query sees; runs on every platform) | 'tpu' (the same by Pallas kernels, on one TPU) | 'mosaic_gpu' (the
+      same on one H100 or H200, of bfloat16 or float16). `resolve` names the default.
     return_lse: also return lse = log sum over the visible keys of exp(logit), nats, float32 [B, Q, H], differentiable:
       parts of the keys attended apart merge as out = sum_i exp(lse_i - lse) out_i, lse = logsumexp_i lse_i.
     Returns: out [B, Q, H, C] in the dtype of q, or (out, lse). A query that sees nothing: 0 and -inf, no gradient.
-    Raises: ValueError for another implementation, where H is no multiple of J, and what 'tpu' does not take.
+    Raises: ValueError for another implementation, where H is no multiple of J, and what 'tpu' and
+      'mosaic_gpu' do not take.
     """
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
