@@ -39,7 +39,7 @@ def draw(rows: Sequence[Mapping[str, Any]], out: pathlib.Path) -> None:
         left.set_ylim(10.0 ** math.floor(math.log10(min(tokens))), 10.0 ** math.ceil(math.log10(1.5 * max(tokens))))
     left.set_title("sampled tokens to 0.9 success (hollow: a lower bound)", fontsize=9, loc="left")
     right.set_ylim(-0.03, 1.03)
-    right.set_title("success after equal wall time (bars: 95% over seeds)", fontsize=9, loc="left")
+    right.set_title("success after equal time on one core (bars: 95% over seeds)", fontsize=9, loc="left")
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlim(horizons[0] / 1.3, horizons[-1] * 1.3)
