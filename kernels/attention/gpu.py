@@ -65,8 +65,8 @@ def _rows(x_BQH):
 
 
 def _forward(plan, q_BQHC, k_BSJC, v_BSJC, ranges_B4Q):
-    arrays = (*(_tiled(x) for x in (q_BQHC, k_BSJC, v_BSJC)), _pad(ranges_B4Q, 2, BLOCK))
-    out_BQHC, lse_BHQ = forward(plan, *arrays)
+    q, k, v = (_tiled(x) for x in (q_BQHC, k_BSJC, v_BSJC))
+    out_BQHC, lse_BHQ = forward(plan, q, k, v, _pad(ranges_B4Q, 2, BLOCK))
     Q, C = q_BQHC.shape[1], q_BQHC.shape[3]
     return out_BQHC[:, :Q, :, :C], jnp.swapaxes(lse_BHQ, 1, 2)[:, :Q]
 
@@ -94,8 +94,8 @@ def _attend_bwd(plan, saved, cotangents):
         along_BQH = jnp.sum(dout_BQHC.astype(jnp.float32) * out_BQHC.astype(jnp.float32), axis=-1)
         shift_BQH = jnp.where(seen_BQH, dlse_BQH, 0) - along_BQH
         lse_BHQ, shift_BHQ = _rows(jnp.where(seen_BQH, lse_BQH, 0) * LOG2E), _rows(shift_BQH)
-        arrays = (_tiled(x) for x in (q_BQHC, k_BSJC, v_BSJC, dout_BQHC))
-        found = gpu_backward.gradients(plan, *arrays, _pad(ranges_B4Q, 2, BLOCK), lse_BHQ, shift_BHQ)
+        q, k, v, dout = (_tiled(x) for x in (q_BQHC, k_BSJC, v_BSJC, dout_BQHC))
+        found = gpu_backward.gradients(plan, q, k, v, dout, _pad(ranges_B4Q, 2, BLOCK), lse_BHQ, shift_BHQ)
         C = q_BQHC.shape[3]
         return tuple(grad[:, : x.shape[1], :, :C] for grad, x in zip(found, saved[:3], strict=True))
 

@@ -183,12 +183,13 @@ def product(a, b, shape) -> jax.Array:
         plgpu.wgmma(acc_ref, a, b)
         return acc_ref[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def add_product(total, a, b) -> jax.Array:
+def add_product(total, a, b) -> Any:
     """total + a b in float32; a lies in registers or in shared memory."""
-    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(total))
+    start = plgpu.ACC.init(total)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(start)
 
 
 def cap(plan: Plan, dots) -> tuple[jax.Array, float]:
@@ -227,6 +228,7 @@ def call(kernel, plan: Plan, arrays, out, scratch, *, grid, products: int, logit
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *out)),
     )
     takes_cost = "cost_estimate" in inspect.signature(plgpu.kernel).parameters  # that of jax 0.11 does not
+    told: dict[str, Any] = {"cost_estimate": cost} if takes_cost else {}
     return plgpu.kernel(
         functools.partial(kernel, plan),
         out_type=out,
@@ -236,5 +238,5 @@ def call(kernel, plan: Plan, arrays, out, scratch, *, grid, products: int, logit
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        **({"cost_estimate": cost} if takes_cost else {}),
+        **told,
     )(*arrays)
