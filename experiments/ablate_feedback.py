@@ -35,7 +35,7 @@ def unit(asked: sweep.Sweep, name: str, horizon: int, seed: int, rl_minutes: flo
     setting = feedback_factors.settings()[name]
     size, shape = horizon_arms.SIZES[horizon], ablate_horizon.WHOLE.overrides
     warmed = (*size.overrides(horizon), *shape, *setting.task)
-    label = f"warm_up{''.join(f'_{one.rpartition(".")[2]}' for one in setting.task)}/{horizon}/{seed}"
+    label = f"warm_up{''.join(f'_{sweep.short(one)}' for one in setting.task)}/{horizon}/{seed}"
     after = sweep.Unit(label, feedback_factors.CONFIG, (*warmed, "stages=('lm',)"), seed, minutes=2)
     overrides = (
         *warmed,

@@ -173,8 +173,6 @@ def main(_) -> None:
         pages.keep(asked.results, horizon_rows.markdown(rows, equal), write=_WRITE.value)
     horizon_rows.show(rows, equal, [name for name in names if name not in best])
     judged = horizon_arms.judge(rows)
-    if judged:
-        claims.declare([one for one in horizon_arms.CLAIMS if one.name in {j["name"] for j in judged}], judged)
     for line in failed:
         print("FAILED", line)
     counts = {"equal_tokens": equal, "claims": judged, "failed": len(failed)}

@@ -12,6 +12,7 @@ from typing import Any
 
 Reading = tuple[float, float, float]  # a number and its 95% interval; the number three times where there is none
 Line = Mapping[str, Any]  # the JSON line of a command
+Read = Callable[[Line], Reading | None]  # reads a number off it, None where it was not measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Claim:
     text: str
     source: str
     command: str
-    read: Callable[[Line], Reading | None]
+    read: Read
     low: float
     high: float
     minutes: float
@@ -78,7 +79,16 @@ def judge(claim: Claim, line: Line) -> dict[str, Any]:
     return said | {"number": number, "low": low, "high": high, "held": held}
 
 
-def at(*path: str) -> Callable[[Line], Reading | None]:
+def judge_all(claimed: Sequence[Claim], line: Line) -> list[dict[str, Any]]:
+    """Judges the claims whose numbers a run measured, as part of the arms may do, and prints how they fared."""
+    measured = [claim for claim in claimed if claim.read(line)]
+    judged = [judge(claim, line) for claim in measured]
+    if judged:
+        declare(measured, judged)
+    return judged
+
+
+def at(*path: str) -> Read:
     """Reads a number without an interval: at('arms', 'grpo') is line['arms']['grpo']."""
 
     def read(line: Line) -> Reading | None:
@@ -88,6 +98,6 @@ def at(*path: str) -> Callable[[Line], Reading | None]:
     return read
 
 
-def of_row(name: str) -> Callable[[Line], Reading | None]:
+def of_row(name: str) -> Read:
     """Reads a number of the first row of a benchmark."""
     return lambda line: at(name)(line["rows"][0]) if line.get("rows") else None

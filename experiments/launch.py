@@ -37,7 +37,7 @@ def grid(config: str, given: Sequence[str], axes: Sequence[str], seeds: Sequence
     stem = pathlib.Path(config.partition(":")[0]).stem
     return [
         Unit(
-            "/".join([stem, *(x.rpartition(".")[2] if "." in x.partition("=")[0] else x for x in point), str(seed)]),
+            "/".join([stem, *map(sweep.short, point), str(seed)]),
             config,
             (*given, *point),
             seed,

@@ -7,8 +7,9 @@ experiments/repro_gigpo.py.
 
 import dataclasses
 import functools
+import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import aggregate, claims, cli, horizon_rows, pages, sweep
@@ -58,11 +59,16 @@ class Study:
         """One run of an arm, after the warm-up of its seed."""
         arm, forms = self.arms[name], self.quick if quick else ()
         both = (*self.shared, *arm.task)
-        task = "".join(f"_{one.rpartition('.')[2]}" for one in arm.task)
+        task = "".join(f"_{sweep.short(one)}" for one in arm.task)
         warm = sweep.Unit(f"warm_up{task}/{seed}", self.config, (*both, "stages=('lm',)"), seed, minutes=2)
         own = ("compute.clock=cpu", "evaluation.every=0", f"init_from={asked.place(warm)}")
         overrides = (*both, *self.rl, *arm.overrides, *forms, *own)
         return sweep.Unit(f"{name}/{seed}", self.config, overrides, seed, {"arm": name}, self.minutes, (warm,))
+
+    def claim(self, name: str, text: str, read: claims.Read, low: float, *arms: str, **told: Any) -> claims.Claim:
+        """A claim of the quick form: the number that `read` reads is above `low`. told: source, minutes, budget."""
+        given = {"command": f"experiments.{self.name} --quick", "config": self.config, "seeds": self.seeds}
+        return claims.Claim(f"{self.name}/{name}", text, read=read, low=low, high=math.inf, arms=arms, **given, **told)
 
     def read(self, unit: sweep.Unit, folder: pathlib.Path) -> dict[str, Any] | None:
         """What a finished run measured; None when it did not come to its end."""
@@ -107,7 +113,7 @@ def summarise(study: Study, runs: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return [row_of(study, name, mine, fewest) for name, mine in by_arm.items() if mine]
 
 
-def value(arm: str, key: str = "value") -> Callable[[claims.Line], claims.Reading | None]:
+def value(arm: str, key: str = "value") -> claims.Read:
     """Reads a number of an arm's row, with its interval where it is the metric."""
 
     def read(line: claims.Line) -> claims.Reading | None:
@@ -119,7 +125,7 @@ def value(arm: str, key: str = "value") -> Callable[[claims.Line], claims.Readin
     return read
 
 
-def difference(left: str, right: str, key: str = "per_seed") -> Callable[[claims.Line], claims.Reading | None]:
+def difference(left: str, right: str, key: str = "per_seed") -> claims.Read:
     """Reads the mean difference of two arms over the seeds that both have, with Student's 95% interval."""
 
     def read(line: claims.Line) -> claims.Reading | None:
@@ -169,7 +175,7 @@ class Command:
         self._figure = flags.string("figure", "", "the figure (default: beside the rows)")
         self._sweep = sweep.SweepFlags(flags)
 
-    def run(self) -> None:
+    def main(self, _) -> None:
         """Declares the claims, runs what has no row yet, judges, draws, and prints the line of JSON."""
         from rsi_jax import metrics
 
@@ -190,8 +196,7 @@ class Command:
             draw(study, runs, figure)
             pages.keep(asked.results, self.markdown(rows), write=False)
             self.show(rows)
-            judged = [claims.judge(one, {"rows": rows}) for one in self.claimed if one.read({"rows": rows})]
-            claims.declare([one for one in self.claimed if one.name in {j["name"] for j in judged}], judged)
+            judged = claims.judge_all(self.claimed, {"rows": rows})
         for line in failed:
             print("FAILED", line)
         counts = {"claims": judged, "failed": len(failed), "results": str(asked.results), "figure": str(figure)}

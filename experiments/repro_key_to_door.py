@@ -141,11 +141,10 @@ def main(_) -> None:
                 done.setdefault((horizon, arm), []).append(kept.of(run))
     rows = [key_to_door_run.summarise(runs, knobs[arm]) for (_, arm), runs in done.items()]
     line = {"rows": rows}
-    judged = [claims.judge(claim, line) for claim in key_to_door_claims.CLAIMS if claim.read(line)]
     if _FIGURE.value:
         key_to_door_figure.draw([row for runs in done.values() for row in runs], pathlib.Path(_FIGURE.value))
     show(rows)
-    claims.declare(key_to_door_claims.CLAIMS, judged)
+    judged = claims.judge_all(key_to_door_claims.CLAIMS, line)
     failed = [one["name"] for one in judged if not one["held"]]
     metrics.finish(line | {"claims": judged, "failed": failed, "results": _RESULTS.value, "figure": _FIGURE.value})
 

@@ -21,9 +21,7 @@ is harder. It cannot show that our PPO is better: the published one had its own 
 of stdout is JSON: rows, claims, failed, results, figure (see experiments/repro.py).
 """
 
-import math
-
-from experiments import claims, cli, repro
+from experiments import cli, repro
 from experiments.repro import Arm
 
 STUDY = repro.Study(
@@ -75,36 +73,21 @@ STUDY = repro.Study(
 )
 
 
-def _claim(name: str, text: str, read, low: float, arms: tuple[str, ...]) -> claims.Claim:
-    return claims.Claim(
-        f"repro_maze/{name}",
-        text,
-        "Abdulhai et al. 2023, table 2: PPO 79.7 fully, 42.4 partially observed",
-        "experiments.repro_maze --quick",
-        read,
-        low=low,
-        high=math.inf,
-        minutes=10,
-        config=STUDY.config,
-        arms=arms,
-        seeds=STUDY.seeds,
-        budget="5 minutes of PPO on one core (quick: 3)",
-    )
-
-
+_TOLD = {
+    "source": "Abdulhai et al. 2023, table 2: PPO 79.7 fully, 42.4 partially observed",
+    "minutes": 10,
+    "budget": "5 minutes of PPO on one core (quick: 3)",
+}
 CLAIMS = (
-    _claim("full", "PPO scores the published 79.7 or more, fully observed", repro.value("full"), 79.7, ("full",)),
-    _claim("partial", "and 42.4 or more, partially observed", repro.value("partial"), 42.4, ("partial",)),
-    _claim("order", "which is harder", repro.difference("full", "partial"), 0.0, ("full", "partial")),
+    STUDY.claim(
+        "full", "PPO scores the published 79.7 or more, fully observed", repro.value("full"), 79.7, "full", **_TOLD
+    ),
+    STUDY.claim("partial", "and 42.4 or more, partially observed", repro.value("partial"), 42.4, "partial", **_TOLD),
+    STUDY.claim("order", "which is harder", repro.difference("full", "partial"), 0.0, "full", "partial", **_TOLD),
 )
 
 FLAGS = cli.Flags()
-_COMMAND = repro.Command(FLAGS, STUDY, CLAIMS)
-
-
-def main(_) -> None:
-    _COMMAND.run()
-
+main = repro.Command(FLAGS, STUDY, CLAIMS).main
 
 if __name__ == "__main__":
     cli.run(main, FLAGS)

@@ -15,9 +15,7 @@ question has an exact answer: `experiments.credit_fidelity`. The last line of st
 results, figure (see experiments/repro.py).
 """
 
-import math
-
-from experiments import claims, cli, horizon_arms, repro
+from experiments import cli, horizon_arms, repro
 from experiments.repro import Arm
 
 KS = (1, 3, 9)
@@ -44,21 +42,10 @@ STUDY = repro.Study(
 )
 
 
-def _claim(name: str, text: str, left: str, right: str, low: float) -> claims.Claim:
-    return claims.Claim(
-        f"repro_vineppo/{name}",
-        text,
-        "Kazemnejad et al. 2024, ablation of K: 19.9 / 21.2 / 23.0 on MATH",
-        "experiments.repro_vineppo --quick",
-        repro.difference(left, right),
-        low=low,
-        high=math.inf,
-        minutes=8,
-        config=STUDY.config,
-        arms=(left, right),
-        seeds=STUDY.seeds,
-        budget="20 updates of 64 episodes",
-    )
+def _claim(name: str, text: str, left: str, right: str, low: float):
+    told = {"source": "Kazemnejad et al. 2024, ablation of K: 19.9 / 21.2 / 23.0 on MATH", "minutes": 8}
+    read = repro.difference(left, right)
+    return STUDY.claim(name, text, read, low, left, right, **told, budget="20 updates of 64 episodes")
 
 
 CLAIMS = (
@@ -69,12 +56,7 @@ CLAIMS = (
 )
 
 FLAGS = cli.Flags()
-_COMMAND = repro.Command(FLAGS, STUDY, CLAIMS)
-
-
-def main(_) -> None:
-    _COMMAND.run()
-
+main = repro.Command(FLAGS, STUDY, CLAIMS).main
 
 if __name__ == "__main__":
     cli.run(main, FLAGS)

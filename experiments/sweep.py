@@ -126,6 +126,12 @@ def digest(config: str, overrides: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def short(override: str) -> str:
+    """An override by the last part of its field: 'rl.lr=0.5' is 'lr=0.5'."""
+    field, equals, value = override.partition("=")
+    return field.rpartition(".")[2] + equals + value
+
+
 def train_command(unit: Unit, folder: pathlib.Path) -> list[str]:
     """The training of a unit in its folder; the seed is the sweep's, whatever fields are set."""
     app = [sys.executable, "-m", "experiments.train", f"--config={unit.config}", f"--run_dir={folder}"]
