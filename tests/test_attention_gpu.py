@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rsi_jax import base
 from rsi_jax.credit import examples
 from rsi_jax.kernels import attention as attention_op
-from rsi_jax.kernels.attention import gpu, gpu_device, gpu_tile, reference
+from rsi_jax.kernels.attention import blocks, gpu, gpu_device, gpu_tile, reference
 from rsi_jax.train import update
 from tests import no_gpu, tiny
 from tests.attention_oracles import any_ranges, cotangents_of, draw, pulled, rows_of
@@ -193,7 +193,7 @@ def test_a_tile_whose_room_is_given_back_before_it_is_read_is_caught(monkeypatch
 
 
 def test_a_mask_too_wide_is_caught(monkeypatch):
-    monkeypatch.setattr(gpu_tile, "is_whole", lambda *_: jnp.bool_(True))
+    monkeypatch.setattr(blocks, "inside", lambda *_: jnp.bool_(True))
     assert np.abs(np.asarray(forward_of(few(1))[0], np.float32) - wanted(few(1))[0]).max() > 0.1
 
 

@@ -16,7 +16,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rsi_jax.kernels.attention import chunked, reference
+from rsi_jax.kernels.attention import chunked, gpu_device, reference
 
 
 def _tpu(*arrays, **knobs):
@@ -38,6 +38,10 @@ IMPLEMENTATIONS = {
     "mosaic_gpu": _mosaic_gpu,
 }
 DEFAULTS = {"cpu": "chunked", "gpu": "chunked", "cuda": "chunked", "tpu": "tpu"}  # platform: implementation
+ONE_DEVICE = {  # XLA splits no Pallas kernel: what it runs on, and whether a device kind is that
+    "tpu": ("TPU", lambda kind: kind.startswith("TPU")),
+    "mosaic_gpu": (" or ".join(gpu_device.KINDS), gpu_device.fits),
+}
 FEW = 32  # queries that score the whole cache at once: faster on a decode step than the loop over blocks
 CACHE_BLOCK = 512  # keys of a block for more of them; a chunk of a prompt has few query blocks, so long key blocks win
 
@@ -81,6 +85,14 @@ def resolve(platform: str, devices: int) -> str:
     if platform not in DEFAULTS:
         raise ValueError(f"attention has no default implementation on {platform!r}; known: {', '.join(DEFAULTS)}")
     return DEFAULTS[platform] if devices == 1 else "chunked"
+
+
+def misfit(implementation: str, kind: str, devices: int) -> str:
+    """Says why an implementation is not for a mesh of so many devices of a kind, as jax names it; '' where it is."""
+    if implementation not in ONE_DEVICE or (devices == 1 and ONE_DEVICE[implementation][1](kind)):
+        return ""
+    wanted, _ = ONE_DEVICE[implementation]
+    return f"{implementation!r} needs a mesh of one {wanted}, this is one of {devices} {kind}: use 'chunked'"
 
 
 def attention(

@@ -107,13 +107,17 @@ def step_of(table_ref, program, index) -> Step:
     return Step(block, other, visits, index == 0, index == steps - 1)
 
 
+def inside(bounds, other):
+    """Whether a block lies in one of two intervals: start1, end1, start2, end2."""
+    start1, end1, start2, end2 = bounds
+    return ((start1 <= other) & (other < end1)) | ((start2 <= other) & (other < end2))
+
+
 def sees(summary_ref, block, other):
     """Whether any query of a block may see a key of another block, by the ranges that cover it."""
-    start1, end1, start2, end2 = (summary_ref[block * WIDTH + i] for i in range(4))
-    return ((start1 <= other) & (other < end1)) | ((start2 <= other) & (other < end2))
+    return inside((summary_ref[block * WIDTH + i] for i in range(4)), other)
 
 
 def sees_all(summary_ref, block, other):
     """Whether every query of a block sees every key of another block, by one range."""
-    start1, end1, start2, end2 = (summary_ref[block * WIDTH + 4 + i] for i in range(4))
-    return ((start1 <= other) & (other < end1)) | ((start2 <= other) & (other < end2))
+    return inside((summary_ref[block * WIDTH + 4 + i] for i in range(4)), other)

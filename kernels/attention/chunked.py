@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from rsi_jax.kernels.attention import blocks, reference
+from rsi_jax.kernels.attention import blocks, passes, reference
 
 HIDDEN = -1e30  # the logit of a hidden key
 FLOOR = -1e29  # where the running maximum starts: exp(HIDDEN - maximum) is exactly 0, also when nothing was seen yet
@@ -173,8 +172,7 @@ def _attend(plan: Plan, q_BQHC, k_BJSC, v_BJSC, ranges):
 
 
 def _attend_fwd(plan: Plan, q_BQHC, k_BJSC, v_BJSC, ranges):
-    # The names let a remat policy keep these two, so that a layer that is computed again computes no attention again.
-    out, lse = (checkpoint_name(x, "attention") for x in _forward(plan, q_BQHC, k_BJSC, v_BJSC, ranges))
+    out, lse = passes.named(*_forward(plan, q_BQHC, k_BJSC, v_BJSC, ranges))
     return (out, lse), (q_BQHC, k_BJSC, v_BJSC, ranges, out, lse)
 
 

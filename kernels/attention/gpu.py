@@ -13,12 +13,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rsi_jax.kernels.attention import chunked, gpu_backward, gpu_device, gpu_tile
+from rsi_jax.kernels.attention import blocks, chunked, gpu_backward, gpu_device, gpu_tile, passes
 from rsi_jax.kernels.attention.gpu_tile import BLOCK, LOG2E, ROWS, WARPGROUPS
 
 DTYPES = ("bfloat16", "float16")
@@ -32,12 +31,8 @@ def attention(q_BQHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float) 
       above 256, and where scale <= 0.
     """
     (B, Q, H, C), S = q_BQHC.shape, k_BJSC.shape[2]
-    if len({x.dtype for x in (q_BQHC, k_BJSC, v_BJSC)}) > 1 or q_BQHC.dtype not in DTYPES:
-        found = ", ".join(str(x.dtype) for x in (q_BQHC, k_BJSC, v_BJSC))
-        raise ValueError(
-            f"attention 'mosaic_gpu' takes q, k, v of one dtype of {DTYPES}, got {found}: wgmma multiplies no float32; "
-            "set dtype=bfloat16, or compute.attention=chunked"
-        )
+    mend = "wgmma multiplies no float32; set dtype=bfloat16, or compute.attention=chunked"
+    passes.check_dtypes("mosaic_gpu", DTYPES, mend, q_BQHC, k_BJSC, v_BJSC)
     if scale <= 0:
         raise ValueError(f"attention 'mosaic_gpu' takes a scale > 0, got {scale}: set compute.attention=chunked")
     if kind := gpu_tile.traced_kind():
@@ -49,24 +44,18 @@ def attention(q_BQHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float) 
     return _attend(plan, q_BQHC, *(jnp.swapaxes(x, 1, 2) for x in (k_BJSC, v_BJSC)), ranges_B4Q)
 
 
-def _pad(x, axis: int, tile: int):
-    """Fills an axis up to whole tiles with zeros."""
-    more = -x.shape[axis] % tile
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
-
-
 def _tiled(x_BQHC):
-    return _pad(_pad(x_BQHC, 1, BLOCK), 3, 64)
+    return passes.pad(passes.pad(x_BQHC, 1, BLOCK), 3, 64)
 
 
 def _rows(x_BQH):
     """[B, Q, H] -> [B, H, Q], in whole tiles."""
-    return _pad(jnp.swapaxes(x_BQH, 1, 2), 2, BLOCK)
+    return passes.pad(jnp.swapaxes(x_BQH, 1, 2), 2, BLOCK)
 
 
 def _forward(plan, q_BQHC, k_BSJC, v_BSJC, ranges_B4Q):
     q, k, v = (_tiled(x) for x in (q_BQHC, k_BSJC, v_BSJC))
-    out_BQHC, lse_BHQ = forward(plan, q, k, v, _pad(ranges_B4Q, 2, BLOCK))
+    out_BQHC, lse_BHQ = forward(plan, q, k, v, passes.pad(ranges_B4Q, 2, BLOCK))
     Q, C = q_BQHC.shape[1], q_BQHC.shape[3]
     return out_BQHC[:, :Q, :, :C], jnp.swapaxes(lse_BHQ, 1, 2)[:, :Q]
 
@@ -77,25 +66,20 @@ def _attend(plan, q_BQHC, k_BSJC, v_BSJC, ranges_B4Q):
 
 
 def _attend_fwd(plan, q_BQHC, k_BSJC, v_BSJC, ranges_B4Q):
-    # The names let a remat policy keep these two, so that a layer that is computed again computes no attention again.
-    out, lse = (checkpoint_name(x, "attention") for x in _forward(plan, q_BQHC, k_BSJC, v_BSJC, ranges_B4Q))
+    out, lse = passes.named(*_forward(plan, q_BQHC, k_BSJC, v_BSJC, ranges_B4Q))
     return (out, lse), (q_BQHC, k_BSJC, v_BSJC, ranges_B4Q, out, lse)
 
 
 def _attend_bwd(plan, saved, cotangents):
-    """Gradients in the dtypes of q, k and v; the cotangent of lse joins the row sum dout.out."""
+    """Gradients in the dtypes of q, k and v."""
 
     @sequential_vmap  # a map over several cotangents, as over the terms of a loss
     def gradients(saved, cotangents):
         q_BQHC, k_BSJC, v_BSJC, ranges_B4Q, out_BQHC, lse_BQH = saved
-        dout_BQHC, dlse_BQH = cotangents
-        seen_BQH = lse_BQH > -jnp.inf
-        dout_BQHC = jnp.where(seen_BQH[..., None], dout_BQHC, 0).astype(q_BQHC.dtype)
-        along_BQH = jnp.sum(dout_BQHC.astype(jnp.float32) * out_BQHC.astype(jnp.float32), axis=-1)
-        shift_BQH = jnp.where(seen_BQH, dlse_BQH, 0) - along_BQH
-        lse_BHQ, shift_BHQ = _rows(jnp.where(seen_BQH, lse_BQH, 0) * LOG2E), _rows(shift_BQH)
+        dout_BQHC, lse_BQH, shift_BQH = passes.cotangents(out_BQHC, lse_BQH, *cotangents)
+        lse_BHQ, shift_BHQ = _rows(lse_BQH * LOG2E), _rows(shift_BQH)
         q, k, v, dout = (_tiled(x) for x in (q_BQHC, k_BSJC, v_BSJC, dout_BQHC))
-        found = gpu_backward.gradients(plan, q, k, v, dout, _pad(ranges_B4Q, 2, BLOCK), lse_BHQ, shift_BHQ)
+        found = gpu_backward.gradients(plan, q, k, v, dout, passes.pad(ranges_B4Q, 2, BLOCK), lse_BHQ, shift_BHQ)
         C = q_BQHC.shape[3]
         return tuple(grad[:, : x.shape[1], :, :C] for grad, x in zip(found, saved[:3], strict=True))
 
@@ -147,7 +131,7 @@ def _kernel(plan, q_ref, k_ref, v_ref, ranges_ref, summary_ref, bounds_ref, out_
         plgpu.barrier_wait(ready.at[warpgroup])
 
         def hide(x, m):
-            whole = gpu_tile.is_whole(bounds, m)
+            whole = blocks.inside(bounds, m)
             return gpu_tile.hide(x, ranges_ref.at[b, :, rows], m * plan.forward, whole, 0)
 
         out, lse = _softmax(plan, walk, hide, q_mine, ring, turn)

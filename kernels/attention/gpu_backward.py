@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rsi_jax.kernels.attention import gpu_tile
+from rsi_jax.kernels.attention import blocks, gpu_tile
 from rsi_jax.kernels.attention.gpu_tile import BLOCK, LOG2E, ROWS, WARPGROUPS
 
 
@@ -89,7 +89,7 @@ def _kernel_dq(
             ring.release(2 * i + 1)
 
             def hide(x):
-                whole = gpu_tile.is_whole(bounds, m)
+                whole = blocks.inside(bounds, m)
                 return gpu_tile.hide(x, ranges_ref.at[b, :, rows], m * plan.dq, whole, 0)
 
             weight, slope = _weights(plan, dots, lse, hide, 0)
@@ -168,7 +168,7 @@ def _kernel_dkv(
             h, n = place(i)
             rows = pl.ds(n * plan.dkv, plan.dkv)
             lse, shift = (gpu_tile.rows_of(ref.at[b, h, rows], 1) for ref in (lse_ref, shift_ref))
-            whole = gpu_tile.is_whole(gpu_tile.whole_of(summary_ref, b, n), m)
+            whole = blocks.inside(gpu_tile.whole_of(summary_ref, b, n), m)
 
             def hide(x):
                 return gpu_tile.hide(x, ranges_ref.at[b, :, rows], first, whole, 1)

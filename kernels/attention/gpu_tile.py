@@ -104,12 +104,6 @@ def whole_of(summary_ref, b, n):
     return tuple(summary_ref[b, n, 4 + i] for i in range(4))
 
 
-def is_whole(bounds, m):
-    """Whether key block m is between them, by one range."""
-    start1, end1, start2, end2 = bounds
-    return ((start1 <= m) & (m < end1)) | ((start2 <= m) & (m < end2))
-
-
 class Ring(NamedTuple):
     """Tiles that one warpgroup copies in and the others read, item after item; a step of a walk is two items."""
 

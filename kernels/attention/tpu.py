@@ -11,10 +11,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from rsi_jax.kernels.attention import tpu_backward, tpu_forward, tpu_tile
+from rsi_jax.kernels.attention import passes, tpu_backward, tpu_forward, tpu_tile
 
 DTYPES = ("bfloat16", "float32")
 
@@ -27,9 +26,7 @@ def attention(q_BQHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float) 
       no tile fits the device's memory.
     """
     (B, Q, H, C), (_, J, S, _) = q_BQHC.shape, k_BJSC.shape
-    if len({x.dtype for x in (q_BQHC, k_BJSC, v_BJSC)}) > 1 or q_BQHC.dtype not in DTYPES:
-        found = ", ".join(str(x.dtype) for x in (q_BQHC, k_BJSC, v_BJSC))
-        raise ValueError(f"attention 'tpu' takes q, k, v of one dtype of {DTYPES}, got {found}: set model.dtype")
+    passes.check_dtypes("tpu", DTYPES, "set model.dtype", q_BQHC, k_BJSC, v_BJSC)
     if not B * Q * S:
         return jnp.zeros_like(q_BQHC), jnp.full((B, Q, H), -jnp.inf, jnp.float32)
     plan = tpu_tile.plan_of(Q, H // J, S, C, q_BQHC.dtype, scale=scale, soft_cap=soft_cap)
@@ -37,17 +34,11 @@ def attention(q_BQHC, k_BJSC, v_BJSC, ranges, *, scale: float, soft_cap: float) 
     return _attend(plan, q_BQHC, k_BJSC, v_BJSC, ranges)
 
 
-def _pad(x, axis: int, tile: int):
-    """Fills an axis up to whole tiles with zeros."""
-    more = -x.shape[axis] % tile
-    return jnp.pad(x, [(0, more if i == axis % x.ndim else 0) for i in range(x.ndim)]) if more else x
-
-
 def _rows(plan, x_BQHC, kv_heads: int):
     """[B, Q, H, C] -> [B, J, rows, C]: block by block, of the queries of each head of the group."""
     B, _, H, C = x_BQHC.shape
     G = H // kv_heads
-    x_BQHC = _pad(x_BQHC, 1, plan.rows // G)
+    x_BQHC = passes.pad(x_BQHC, 1, plan.rows // G)
     x_BJNGIC = x_BQHC.reshape(B, -1, plan.rows // G, kv_heads, G, C).transpose(0, 3, 1, 4, 2, 5)
     return x_BJNGIC.reshape(B, kv_heads, -1, C)
 
@@ -70,10 +61,10 @@ def _tiled(plan, q_BQHC, k_BJSC, v_BJSC, ranges):
     B, _, H, _ = q_BQHC.shape
     J = k_BJSC.shape[1]
     G = H // J
-    ranges_B4Q = _pad(jnp.stack(ranges, axis=1), 2, plan.rows // G)
+    ranges_B4Q = passes.pad(jnp.stack(ranges, axis=1), 2, plan.rows // G)
     ranges_B4N1I = ranges_B4Q.reshape(B, 4, -1, 1, plan.rows // G)
     ranges_B4R = jnp.broadcast_to(ranges_B4N1I, (*ranges_B4N1I.shape[:3], G, plan.rows // G)).reshape(B, 4, -1)
-    return ranges_B4R, _rows(plan, q_BQHC, J), _pad(k_BJSC, 2, plan.keys), _pad(v_BJSC, 2, plan.keys)
+    return ranges_B4R, _rows(plan, q_BQHC, J), passes.pad(k_BJSC, 2, plan.keys), passes.pad(v_BJSC, 2, plan.keys)
 
 
 def _forward(plan, q_BQHC, k_BJSC, v_BJSC, ranges):
@@ -88,25 +79,20 @@ def _attend(plan, q_BQHC, k_BJSC, v_BJSC, ranges):
 
 
 def _attend_fwd(plan, q_BQHC, k_BJSC, v_BJSC, ranges):
-    # The names let a remat policy keep these two, so that a layer that is computed again computes no attention again.
-    out, lse = (checkpoint_name(x, "attention") for x in _forward(plan, q_BQHC, k_BJSC, v_BJSC, ranges))
+    out, lse = passes.named(*_forward(plan, q_BQHC, k_BJSC, v_BJSC, ranges))
     return (out, lse), (q_BQHC, k_BJSC, v_BJSC, ranges, out, lse)
 
 
 def _attend_bwd(plan, saved, cotangents):
-    """Gradients in the dtypes of q, k and v; the cotangent of lse joins the row sum dout.out."""
+    """Gradients in the dtypes of q, k and v."""
 
     @sequential_vmap  # a map over several cotangents: the tables in scalar memory take no batch axis
     def gradients(saved, cotangents):
         q_BQHC, k_BJSC, v_BJSC, ranges, out_BQHC, lse_BQH = saved
-        dout_BQHC, dlse_BQH = cotangents
         (_, Q, H, _), J = q_BQHC.shape, k_BJSC.shape[1]
-        seen_BQH = lse_BQH > -jnp.inf
-        dout_BQHC = jnp.where(seen_BQH[..., None], dout_BQHC, 0).astype(q_BQHC.dtype)
-        along_BQH = jnp.sum(dout_BQHC.astype(jnp.float32) * out_BQHC.astype(jnp.float32), axis=-1)
-        shift_BQH = jnp.where(seen_BQH, dlse_BQH, 0) - along_BQH
+        dout_BQHC, lse_BQH, shift_BQH = passes.cotangents(out_BQHC, lse_BQH, *cotangents)
         ranges_B4R, q_BJRC, k, v = _tiled(plan, q_BQHC, k_BJSC, v_BJSC, ranges)
-        lse_BJ1R, shift_BJ1R = (_lines(plan, x, J) for x in (jnp.where(seen_BQH, lse_BQH, 0), shift_BQH))
+        lse_BJ1R, shift_BJ1R = (_lines(plan, x, J) for x in (lse_BQH, shift_BQH))
         dout_BJRC = _rows(plan, dout_BQHC, J)
         dq_BJCR, dk, dv = tpu_backward.gradients(plan, ranges_B4R, lse_BJ1R, shift_BJ1R, q_BJRC, dout_BJRC, k, v)
         S = k_BJSC.shape[2]

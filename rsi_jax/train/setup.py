@@ -329,15 +329,8 @@ def make_parts(config) -> Parts:
     mesh = sharding.make_mesh(config.mesh.to_dict())
     platform, kind = mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind
     model = dataclasses.replace(model, attention=config.compute.attention or attention.resolve(platform, mesh.size))
-    _need(
-        model.attention != "tpu" or (platform, mesh.size) == ("tpu", 1),
-        f"compute.attention='tpu' needs a mesh of one TPU, this is one of {mesh.size} {platform}: use 'chunked'",
-    )
-    _need(
-        model.attention != "mosaic_gpu" or (mesh.size == 1 and attention.gpu_device.fits(kind)),
-        f"compute.attention='mosaic_gpu' needs a mesh of one {' or '.join(attention.gpu_device.KINDS)}, this is one of "
-        f"{mesh.size} {kind}: use 'chunked'",
-    )
+    misfit = attention.misfit(model.attention, kind, mesh.size)
+    _need(not misfit, f"compute.attention={misfit}")
     sampler = rollout_lib.Sampler(
         env, chat, model, sampling, config.rollout.capacity, config.rollout.slots, make_chains(config, chat)
     )
