@@ -71,39 +71,8 @@ def rows_of(runs: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> tuple[lis
     return rows, equal
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the table: each arm beside the default."""
-    from rsi_jax import metrics
-
-    def ends(row, name: str) -> str:
-        found = row["watched"].get(name)
-        return "-" if found is None else f"{found[0]:.2f} > {found[1]:.2f}"
-
-    head = (
-        "factor",
-        "arm",
-        "seeds",
-        "hint gain",
-        "tokens to 0.9",
-        "at equal tokens",
-        "at equal time",
-        "against default",
-    )
-    head += ("entropy", "teacher", "student", "updates")
-    base = next((row["success_at_budget"] for row in rows if row["arm"] == DEFAULT), None)
-    table = [
-        (row["factor"], row["arm"], row["seeds"], row["gain"])
-        + (horizon_rows.said(row["tokens_to_0.9"], row["censored"] > 0), row["success_at_tokens"])
-        + (horizon_rows.span(row["success_at_budget"], row["low"], row["high"]),)
-        + (None if base is None else row["success_at_budget"] - base,)
-        + (ends(row, "entropy"), ends(row, "teacher"), ends(row, "student"), row["updates"])
-        for row in rows
-    ]
-    metrics.table("one factor at a time; first 5 batches > last 5; > before a number: a lower bound", head, table)
-
-
-def markdown(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int]) -> str:
-    """The table for a page."""
+def cells(rows: Sequence[Mapping[str, Any]], style: horizon_rows.Style) -> horizon_rows.Table:
+    """The table: each arm beside the default."""
     base = next((row["success_at_budget"] for row in rows if row["arm"] == DEFAULT), None)
 
     def ends(row, name: str) -> str:
@@ -112,15 +81,22 @@ def markdown(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int]) -> str
     head = ("factor", "setting", "seeds", "hint gain", "tokens to .9", "success, equal tokens", "success, equal time")
     head += ("against default", "small talk right", "entropy", "teacher", "student", "updates")
     body = [
-        (row["factor"], row["arm"], row["seeds"], pages.share(row["gain"]))
-        + (pages.count(row["tokens_to_0.9"], bound=row["censored"] > 0), pages.share(row["success_at_tokens"]))
-        + (pages.share(row["success_at_budget"], row["low"], row["high"]),)
-        + ("-" if base is None else f"{row['success_at_budget'] - base:+.2f}", pages.share(row["small_talk"]))
-        + (ends(row, "entropy"), ends(row, "teacher"), ends(row, "student"), pages.count(row["updates"]))
+        (row["factor"], row["arm"], row["seeds"], style.share(row["gain"]))
+        + (style.count(row["tokens_to_0.9"], row["censored"] > 0), style.share(row["success_at_tokens"]))
+        + (style.share(row["success_at_budget"], row["low"], row["high"]),)
+        + ("-" if base is None else f"{row['success_at_budget'] - base:+.2f}", style.share(row["small_talk"]))
+        + (ends(row, "entropy"), ends(row, "teacher"), ends(row, "student"), style.count(row["updates"]))
         for row in rows
     ]
-    compared = "; ".join(f"{pages.count(tokens)} at L = {horizon}" for horizon, tokens in equal.items())
-    return pages.table(head, body) + f"\nEqual tokens: {compared}. a > b: over the first and the last 5 batches.\n"
+    return head, body
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the table."""
+    from rsi_jax import metrics
+
+    title = "one factor at a time; first 5 batches > last 5; > before a number: a lower bound"
+    metrics.table(title, *cells(rows, horizon_rows.CONSOLE))
 
 
 def main(_) -> None:
@@ -135,7 +111,9 @@ def main(_) -> None:
     rows, equal = rows_of(sweep.rows_of(asked.results, units), list(feedback_factors.settings()))
     show(rows)
     if rows:
-        pages.keep(asked.results, markdown(rows, equal), write=_WRITE.value)
+        note = " a > b: over the first and the last 5 batches."
+        text = horizon_rows.markdown(cells(rows, horizon_rows.PAGE), equal, note)
+        pages.keep(asked.results, text, write=_WRITE.value)
     for line in failed:
         print("FAILED", line)
     metrics.finish({"rows": rows, "equal_tokens": equal, "failed": len(failed), "results": str(asked.results)})

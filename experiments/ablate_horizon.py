@@ -170,7 +170,8 @@ def main(_) -> None:
     figure = pathlib.Path(_FIGURE.value or asked.results.with_suffix(".svg"))
     if rows:
         horizon_figure.draw(rows, figure)
-        pages.keep(asked.results, horizon_rows.markdown(rows, equal), write=_WRITE.value)
+        text = horizon_rows.markdown(horizon_rows.cells(rows, horizon_rows.PAGE), equal)
+        pages.keep(asked.results, text, write=_WRITE.value)
     horizon_rows.show(rows, equal, [name for name in names if name not in best])
     judged = horizon_arms.judge(rows)
     for line in failed:

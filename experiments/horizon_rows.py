@@ -3,8 +3,8 @@
 import json
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from experiments import aggregate, pages, sweep
 from experiments.aggregate import Point
@@ -164,7 +164,7 @@ def summarise(
     return rows, equal
 
 
-def said(value: float | None, censored: bool) -> str:
+def said(value: float | None, censored: bool = False) -> str:
     """A number to the target for people; a lower bound is marked as such."""
     return "-" if value is None else f"{'>' if censored else ''}{value:,.0f}"
 
@@ -174,40 +174,47 @@ def span(value: float | None, low: float | None, high: float | None) -> str:
     return "-" if value is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
+class Style(NamedTuple):
+    """How cells are written: share(value), share(value, low, high); count(value), count(value, is a lower bound)."""
+
+    share: Callable[..., Any]
+    count: Callable[..., Any]
+
+
+CONSOLE = Style(lambda value, *interval: span(value, *interval) if interval else value, said)
+PAGE = Style(pages.share, pages.count)
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # the head, and the rows under it
+
+
+def cells(rows: Sequence[Mapping[str, Any]], style: Style) -> Table:
+    """The table: horizons one after the other, the arms in each."""
+    head = ("L", "arm", "seeds", "before", "tokens to .9", "seconds to .9", "censored", "success, equal tokens")
+    head += ("success, equal time", "small talk right", "tokens sampled", "other tokens", "seconds", "updates")
+    body = [
+        (row["horizon"], ARMS[row["arm"]].label, row["seeds"], style.share(row["before"]))
+        + tuple(style.count(row[key], row["censored"] > 0) for key in ("tokens_to_0.9", "wall_s_to_0.9"))
+        + (f"{row['censored']} of {row['seeds']}",)
+        + (style.share(*(row[key] for key in ("success_at_tokens", "low_at_tokens", "high_at_tokens"))),)
+        + (style.share(row["success_at_budget"], row["low"], row["high"]), style.share(row["small_talk"]))
+        + tuple(style.count(row[key]) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
+        for row in rows
+    ]
+    return head, body
+
+
 def show(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int], untried: Sequence[str]) -> None:
     """Prints the table. untried: arms that run with the first of their knobs, since not all trials have a row."""
     from rsi_jax import metrics
 
-    head = ("horizon", "arm", "seeds", "before", "tokens to 0.9", "seconds to 0.9", "censored", "at equal tokens")
-    head += ("at equal time", "small talk", "sampled tokens", "other tokens", "seconds", "updates")
-    table = [
-        (row["horizon"], ARMS[row["arm"]].label, row["seeds"], row["before"])
-        + tuple(said(row[key], row["censored"] > 0) for key in ("tokens_to_0.9", "wall_s_to_0.9"))
-        + (f"{row['censored']} of {row['seeds']}",)
-        + (span(*(row[key] for key in ("success_at_tokens", "low_at_tokens", "high_at_tokens"))),)
-        + (span(row["success_at_budget"], row["low"], row["high"]), row["small_talk"])
-        + tuple(said(row[key], False) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
-        for row in rows
-    ]
-    metrics.table("interquartile means over seeds [95% bootstrap]; > a lower bound, some runs censored", head, table)
+    title = "interquartile means over seeds [95% bootstrap]; > a lower bound, some runs censored"
+    metrics.table(title, *cells(rows, CONSOLE))
     for horizon, tokens in equal.items():
         print(f"equal tokens at horizon {horizon}: {tokens:,}")
     if untried:
         print(f"the first of their knobs, trials not complete: {', '.join(untried)}")
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], equal: Mapping[int, int]) -> str:
-    """The table for a page: horizons one after the other, the arms in each."""
-    head = ("L", "arm", "seeds", "before", "tokens to .9", "seconds to .9", "censored", "success, equal tokens")
-    head += ("success, equal time", "small talk right", "tokens sampled", "other tokens", "seconds", "updates")
-    body = [
-        (row["horizon"], ARMS[row["arm"]].label, row["seeds"], pages.share(row["before"]))
-        + tuple(pages.count(row[key], bound=row["censored"] > 0) for key in ("tokens_to_0.9", "wall_s_to_0.9"))
-        + (f"{row['censored']} of {row['seeds']}",)
-        + (pages.share(*(row[key] for key in ("success_at_tokens", "low_at_tokens", "high_at_tokens"))),)
-        + (pages.share(row["success_at_budget"], row["low"], row["high"]), pages.share(row["small_talk"]))
-        + tuple(pages.count(row[key]) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
-        for row in rows
-    ]
+def markdown(table: Table, equal: Mapping[int, int], note: str = "") -> str:
+    """A table for a page, and at how many tokens its rows are compared."""
     compared = "; ".join(f"{pages.count(tokens)} at L = {horizon}" for horizon, tokens in equal.items())
-    return pages.table(head, body) + f"\nEqual tokens: {compared}.\n"
+    return pages.table(*table) + f"\nEqual tokens: {compared}.{note}\n"

@@ -34,7 +34,7 @@ def share(value: float | None, low: float | None = None, high: float | None = No
     return short[0] if len(short) == 1 else f"{short[0]} [{short[1]}, {short[2]}]"
 
 
-def count(value: float | None, *, bound: bool = False) -> str:
+def count(value: float | None, bound: bool = False) -> str:
     """A number of tokens or seconds as 320k, 4.1M or 95; bound: a lower bound, marked so."""
     if value is None:
         return "-"

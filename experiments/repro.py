@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments import aggregate, claims, cli, horizon_rows, pages, sweep
@@ -87,17 +87,17 @@ def row_of(study: Study, name: str, runs: Sequence[Mapping[str, Any]], tokens: i
     value, low, high = aggregate.interval([[run["after"][metric] for run in runs]])
     curves = [[Point(*three) for three in run["curve"]] for run in runs]
     at = [aggregate.at_tokens(curve, tokens, before=curve[0].success) for curve in curves]
+
+    def mean(found: Callable[[Mapping[str, Any]], float]) -> float:
+        return sum(map(found, runs)) / len(runs)
+
     means = {
-        key: sum(found(run) for run in runs) / len(runs)
-        for key, found in {
-            "before": lambda run: run["before"][metric],
-            "tokens": lambda run: run["tokens"]["generated"],
-            "forward_tokens": lambda run: sum(run["tokens"].values()) - run["tokens"]["generated"],
-            "wall_s": lambda run: run["method_s"],
-            "updates": lambda run: run["updates"],
-            **{f"after/{one}": lambda run, one=one: run["after"][one] for one in study.kept},
-        }.items()
-    }
+        "before": mean(lambda run: run["before"][metric]),
+        "tokens": mean(lambda run: run["tokens"]["generated"]),
+        "forward_tokens": mean(lambda run: sum(run["tokens"].values()) - run["tokens"]["generated"]),
+        "wall_s": mean(lambda run: run["method_s"]),
+        "updates": mean(lambda run: run["updates"]),
+    } | {f"after/{one}": mean(lambda run, one=one: run["after"][one]) for one in study.kept}
     says = {"arm": name, "metric": metric, "seeds": len(runs), "value": value, "low": low, "high": high}
     equal = {"tokens_compared": tokens, f"{study.curve}_at_tokens": float(aggregate.iqm(at))}
     per_seed = {str(run["seed"]): run["after"][metric] for run in runs}
@@ -194,16 +194,17 @@ class Command:
         figure = pathlib.Path(self._figure.value or asked.results.with_suffix(".svg"))
         if rows:
             draw(study, runs, figure)
-            pages.keep(asked.results, self.markdown(rows), write=False)
-            self.show(rows)
+            pages.keep(asked.results, pages.table(*self.cells(rows, horizon_rows.PAGE)), write=False)
+            title = "interquartile means over seeds [95% bootstrap]; seconds of one core"
+            metrics.table(title, *self.cells(rows, horizon_rows.CONSOLE))
             judged = claims.judge_all(self.claimed, {"rows": rows})
         for line in failed:
             print("FAILED", line)
         counts = {"claims": judged, "failed": len(failed), "results": str(asked.results), "figure": str(figure)}
         metrics.finish({"rows": rows} | counts)
 
-    def markdown(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """The table for a page."""
+    def cells(self, rows: Sequence[Mapping[str, Any]], style: horizon_rows.Style) -> horizon_rows.Table:
+        """The table."""
         study = self.study
         head = ("arm", "seeds", "before", study.metric, *study.kept, f"{study.curve}, equal tokens", "published")
         head += ("tokens sampled", "other tokens", "seconds", "updates")
@@ -212,24 +213,7 @@ class Command:
             + (f"{row['value']:.3g} [{row['low']:.3g}, {row['high']:.3g}]",)
             + tuple(row[f"after/{one}"] for one in study.kept)
             + (row[f"{study.curve}_at_tokens"], row.get("published"))
-            + tuple(pages.count(row[key]) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
+            + tuple(style.count(row[key]) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
             for row in rows
         ]
-        return pages.table(head, body)
-
-    def show(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints the table."""
-        from rsi_jax import metrics
-
-        study = self.study
-        head = ("arm", "seeds", "before", study.metric, *study.kept, f"{study.curve} at equal tokens", "published")
-        head += ("sampled tokens", "other tokens", "seconds", "updates")
-        table = [
-            (study.arms[row["arm"]].label, row["seeds"], row["before"])
-            + (horizon_rows.span(row["value"], row["low"], row["high"]),)
-            + tuple(row[f"after/{one}"] for one in study.kept)
-            + (row[f"{study.curve}_at_tokens"], row.get("published"))
-            + tuple(horizon_rows.said(row[key], False) for key in ("tokens", "forward_tokens", "wall_s", "updates"))
-            for row in rows
-        ]
-        metrics.table("interquartile means over seeds [95% bootstrap]; seconds of one core", head, table)
+        return head, body
